@@ -116,21 +116,23 @@ class _Finder:
         self.regions = regions
         self.compiled = {region.name: region for region in source.program.regions}
         self.known: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self.storage = [
+            version.storage if version.shared else number
+            for number, version in enumerate(source.versions)
+        ]
+        """For each version, what is equal for those that may share bytes."""
 
     def run(self) -> Iterator[Finding]:
         for whole in self.source.items:
             for item in whole.members or (whole,):
-                rule, touches = self.rule(item), item.touches
-                if rule.twice or len({self.storage(one) for one in touches}) < len(touches):
-                    yield from self.look(item, rule)
+                touches, call = item.touches, item.call
+                several = len({self.storage[touch.version] for touch in touches}) < len(touches)
+                if several or (call is not None and (len(call.outs) > 1 or call.facts.writes)):
+                    yield from self.look(item)
 
-    def storage(self, touch: Touch) -> object:
-        """Equal for touches that may share bytes."""
-        version = self.source.versions[touch.version]
-        return version.storage if version.shared else touch.version
-
-    def look(self, item: Item, rule: Rule) -> Iterator[Finding]:
+    def look(self, item: Item) -> Iterator[Finding]:
         """The first pair of an op's operands that share bytes as they may not."""
+        rule = self.rule(item)
         for pair in self.pairs(item, rule):
             ranks = self.breach(item, pair, rule.collective)
             if ranks:
@@ -162,11 +164,13 @@ class _Finder:
             write = next(touch for touch in writes if touch.spot.view == twice)
             yield Pair(write, write, "")
         for i, write in enumerate(writes):
-            storage = self.storage(write)
-            yield from (Pair(write, one, "") for one in writes[:i] if self.storage(one) == storage)
+            storage = self.storage[write.version]
+            yield from (
+                Pair(write, one, "") for one in writes[:i] if self.storage[one.version] == storage
+            )
             itself = write.spot.view in rule.written
             for other in touches:
-                if other.write or self.storage(other) != storage:
+                if other.write or self.storage[other.version] != storage:
                     continue
                 if itself and other.spot is write.spot:
                     itself = False  # the argument that is written

@@ -30,11 +30,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
 
 from interlace.ir.ops import MessageEnd, SignalLevel
 from interlace.ir.program import Program
 from interlace.ir.symmetry import Actor, Map, Members, Turn, counted_from, standing, turns_of
-from interlace.ir.types import Buffer, Index, Others, RankIndex, TableEntry
+from interlace.ir.types import Buffer, Dim, Index, Others, RankIndex, TableEntry
 from interlace.ir.view import (
     AsStrided,
     Cast,
@@ -140,6 +142,17 @@ def _unlike(cuts: Sequence[DimensionCut], moving: Collection[str]) -> set[str]:
     return set()
 
 
+class Axis(NamedTuple):
+    """One dimension of a view, in terms of its buffer's dimensions."""
+
+    size: int
+    """-1 where it is not a number."""
+    of: tuple[int, ...]
+    """The buffer's dimensions that it runs over."""
+    lead: int | None
+    """The one of them whose chunks its chunks are; None: chunks of it are of none."""
+
+
 def _cuts_of(spot: Spot, program: Program) -> list[DimensionCut] | None:
     try:
         return _cuts(spot.view, spot.buffer, program)
@@ -148,34 +161,66 @@ def _cuts_of(spot: Spot, program: Program) -> list[DimensionCut] | None:
 
 
 def _cuts(view: View, buffer: Buffer, program: Program) -> list[DimensionCut] | None:
-    """The cut of each dimension of a view's buffer; None where a chunk by rank is of none, as one
-    of a reshaped view may be."""
+    """The cut of each dimension of a view's buffer; None where a chunk by rank is of none."""
     cuts = [DimensionCut() for _ in buffer.shape]
-    dims, reshaped = [*range(len(cuts))], False
+    left = [_number(size) for size in buffer.shape]
+    """Size of each dimension within its levels."""
+    axes = [Axis(size, (dim,), dim) for dim, size in enumerate(left)]
     for step in view.steps:
         match step:
-            case Reshape() | Expand() | Cast():
-                reshaped = True
-            case Permute(dims=order) if not reshaped:
-                dims = [dims[at] for at in order]
-            case Slice(dim=dim) if not reshaped:
-                cuts[dims[dim]].narrowed = True
-            case Select(dim=dim) if not reshaped:
-                cuts[dims.pop(dim)].narrowed = True
-            case Chunk(index=index, parts=parts, dim=dim) if not reshaped:
-                cut, level = cuts[dims[dim]], _level(index, parts, program)
-                if level is not None and not cut.narrowed:
-                    cut.levels += (level,)
-                elif isinstance(index, RankIndex):
+            case Chunk(index=RankIndex() as index, parts=parts, dim=dim):
+                level, (size, of, lead) = _level(index, parts, program), axes[dim]
+                if level is None or lead is None or any(cuts[at].narrowed for at in of):
                     return None
-                else:
-                    cut.narrowed = True
-            case AsStrided() | Chunk(index=RankIndex()):
+                if left[lead] >= 0 and left[lead] % level[1]:
+                    return None
+                cuts[lead].levels += (level,)
+                left[lead] = left[lead] // level[1] if left[lead] >= 0 else -1
+                axes[dim] = Axis(size // level[1] if size >= 0 else -1, of, lead)
+            case Chunk(dim=dim) | Slice(dim=dim) | Select(dim=dim):
+                for at in axes[dim].of:
+                    cuts[at].narrowed = True
+                axes[dim] = axes[dim]._replace(size=-1)
+                if isinstance(step, Select):
+                    del axes[dim]
+            case Permute(dims=order):
+                axes = [axes[at] for at in order]
+            case Reshape(sizes=sizes):
+                axes = _reshaped(axes, [_number(size) for size in sizes])
+            case Expand(sizes=sizes):
+                every = tuple(dim for axis in axes for dim in axis.of)
+                axes = [Axis(-1, every, None) for _ in sizes]
+            case Cast():
+                axes[-1:] = [axis._replace(size=-1) for axis in axes[-1:]]
+            case AsStrided():
                 return None
-            case _:  # it may be less of any dimension
-                for cut in cuts:
-                    cut.narrowed = True
     return cuts
+
+
+def _reshaped(axes: Sequence[Axis], sizes: Sequence[int]) -> list[Axis]:
+    """The axes after a view of other sizes. A chunk of one that begins where an old one does is the
+    same part of what both run over. Where sizes are not known, nothing is."""
+    every = tuple(dim for axis in axes for dim in axis.of)
+    total, known = prod([axis.size for axis in axes]), prod([size for size in sizes if size != -1])
+    if sizes.count(-1) > 1 or known < 1 or total < 1 or any(axis.size < 0 for axis in axes):
+        return [Axis(-1, every, None) for _ in sizes]
+    found: list[Axis] = []
+    at = 1
+    for size in [total // known if size == -1 else size for size in sizes]:
+        of, lead, begin = list[int](), None, 1
+        for axis in axes:
+            if begin < at * size and at < begin * axis.size:
+                of += axis.of
+            if begin == at and axis.size > 1:
+                lead = axis.lead
+            begin *= axis.size
+        found.append(Axis(size, tuple(of), lead))
+        at *= size
+    return found
+
+
+def _number(size: Dim) -> int:
+    return size if isinstance(size, int) else -1
 
 
 def _level(index: Index, parts: int | str, program: Program) -> Level | None:
