@@ -111,31 +111,27 @@ def test_each_circle_up_to_four(count: int) -> None:
     assert kinds(report) == {"deadlock": min(count, 4)}
 
 
-def roles(body: str) -> set[str]:
-    """Why each op of the one circle waits."""
+FUSED = "main: fused(part(expect(s, tp.rank + 1){0}), part(notify(s, to=tp.rank + 1)))"
+NEG = ', call("aten.neg.out", x, out=y)'
+
+
+@pytest.mark.parametrize(
+    ("body", "lines"),
+    [
+        ("main: expect(s, tp.rank + 1); main: record(e); side: wait(e); "
+         "side: notify(s, to=tp.rank + 1); third: copy(x, y)", {2, 3, 4, 5}),
+        ("main: expect(s, tp.rank + 1); main: host_sync(); side: notify(s, to=tp.rank + 1); "
+         "side: copy(x, y)", {2, 3, 4}),
+        (FUSED.format(NEG), {2}),
+        (FUSED.format(NEG).replace("part(notify", "part(expect").replace("to=", "")
+         + "; main: notify(s, to=tp.rank + 1)", {2, 3}),
+    ],
+    ids=["event", "host", "parts", "a fused op"],
+)  # fmt: skip
+def test_a_circle_through_what_orders_ops(body: str, lines: set[int]) -> None:
     finding = of_kind(checked(body), "deadlock")
+    assert {op.line for op in finding.ops} == lines
     assert len(finding.ops) == len({(op.rank, op.role) for op in finding.ops})
-    return {op.role.partition(": ")[2] for op in finding.ops}
-
-
-def test_a_circle_through_an_event() -> None:
-    assert roles(
-        "main: expect(s, tp.rank + 1); main: record(e); side: wait(e); "
-        "side: notify(s, to=tp.rank + 1); third: copy(x, y)"
-    ) == {
-        "its notify raises the signal",
-        "the event is recorded there",
-        "it comes earlier on stream main",
-        "it comes earlier on stream side",
-    }
-
-
-def test_a_circle_through_the_host() -> None:
-    told = roles(
-        "main: expect(s, tp.rank + 1); main: host_sync(); side: notify(s, to=tp.rank + 1); "
-        "side: copy(x, y)"
-    )
-    assert "the host issues nothing more until that stream has come there" in told
 
 
 def test_a_remark_on_launches_names_what_is_launched_first() -> None:
@@ -162,28 +158,6 @@ def test_a_use_listed_before_its_slot_is_taken(before: str, count: dict[str, int
         f"{before}; a = alloc(f32[4], symmetric=tp); main: copy(x, a){more}; main: free(a)"
     )
     assert kinds(report) == count
-
-
-def steps(body: str) -> list[tuple[int, int, str]]:
-    """The links of the one circle: the rank, the line, and what it waits for."""
-    ops = of_kind(checked(body), "deadlock").ops
-    return [(op.rank, op.line, op.role.partition("waits for ")[2]) for op in ops]
-
-
-def test_a_circle_through_the_parts_of_a_fused_op() -> None:
-    first = "main: fused(part(expect(s, tp.rank + 1), call({0})), part(notify(s, to=tp.rank + 1)))"
-    neg = '"aten.neg.out", x, out=y'
-    assert roles(first.format(neg)) == {
-        "the parts of a fused op are begun in the order listed",
-        "it comes earlier on stream main",
-        "its notify raises the signal",
-    }
-    later = f"main: fused(part(expect(s, tp.rank + 1)), part(call({neg})))"
-    assert roles(f"{later}; main: notify(s, to=tp.rank + 1)") == {
-        "it is part of the same op",
-        "it comes earlier on stream main",
-        "its notify raises the signal",
-    }
 
 
 def test_no_remark_on_launches_where_ops_never_come() -> None:

@@ -80,10 +80,10 @@ CIRCLES: list[tuple[str, str, str, set[str]]] = [
         "ranks 0 and 1 wait for each other, in a circle",
         "issue what a peer waits for before what waits for a peer",
         {
-            "0: waits for rank 0, line 2: it comes earlier on stream main",
-            "0: waits for rank 1, line 3: it cannot end before rank 1 is there",
-            "1: waits for rank 1, line 2: it comes earlier on stream main",
-            "1: waits for rank 0, line 3: it cannot end before rank 0 is there",
+            "0: waits for rank 0, line 2, which comes earlier on stream main",
+            "0: waits for rank 1, line 3",
+            "1: waits for rank 1, line 2, which comes earlier on stream main",
+            "1: waits for rank 0, line 3",
         },
     ),
     (
@@ -93,12 +93,11 @@ CIRCLES: list[tuple[str, str, str, set[str]]] = [
         "ranks 0 and 1 wait for each other, in a circle",
         "issue what a peer waits for before what waits for a peer",
         {
-            "1: waits for rank 1, line 6: it comes earlier on stream main",
-            "0: waits for rank 0, line 5: collectives of team tp run in the order in which they "
-            "are issued",
-            "1: waits for rank 0, line 6: it cannot end before rank 0 is there",
-            "0: waits for rank 0, line 3: it comes earlier on stream side",
-            "0: waits for rank 1, line 7: its notify raises the signal",
+            "1: waits for rank 1, line 6, which comes earlier on stream main",
+            "0: waits for rank 0, line 5",
+            "1: waits for rank 0, line 6",
+            "0: waits for rank 0, line 3, which comes earlier on stream side",
+            "0: waits for rank 1, line 7",
         },
     ),
     (
@@ -108,9 +107,9 @@ CIRCLES: list[tuple[str, str, str, set[str]]] = [
         "rank 0 waits for itself, in a circle",
         "free the buffer that held the slot before this take of it, on every rank",
         {
-            "0: waits for rank 0, line 5: it comes earlier on stream main",
-            "0: waits for rank 0, line 4: it comes earlier on stream main",
-            "0: waits for rank 0, line 6: the slot comes back with its free",
+            "0: waits for rank 0, line 5, which comes earlier on stream main",
+            "0: waits for rank 0, line 4, which comes earlier on stream main",
+            "0: waits for rank 0, line 6",
         },
     ),
     (

@@ -24,17 +24,18 @@ MAX_CYCLES = 4
 SEARCH_BUDGET = 50_000
 """Nodes passed in search of short cycles; but one cycle is sought, however many they are."""
 
-STREAM = "stream"
-MEETS = "meets"
-
 
 class CycleLink(NamedTuple):
     """One link of a cycle: `part` cannot go before `other` has."""
 
     part: Part
     other: Part
-    why: str
-    """`STREAM` for the order of a stream, `MEETS` for another rank, else the reason in words."""
+
+    @property
+    def by_stream(self) -> bool:
+        """True if the order of a stream says so."""
+        (place, item), (there, other) = self
+        return place is there and item.stream == other.stream and other.turn <= item.turn
 
 
 def deadlocks(builder: GraphBuilder, explain: Callable[[], Explainer]) -> list[Finding]:
@@ -113,7 +114,7 @@ def _cycle_through(graph: HappensBefore, start: int, inside: set[int]) -> list[C
             continue
         came_from[node] = back, link
         for other, step in _links(graph, node, inside):
-            if step.why == STREAM:
+            if step.by_stream:
                 queue.appendleft((other, node, step))
             else:
                 queue.append((other, node, step))
@@ -121,7 +122,7 @@ def _cycle_through(graph: HappensBefore, start: int, inside: set[int]) -> list[C
 
 
 def _num_crossings(steps: list[CycleLink]) -> int:
-    return sum(step.why != STREAM for step in steps)
+    return sum(not step.by_stream for step in steps)
 
 
 def _links(graph: HappensBefore, node: int, inside: set[int]) -> Iterator[tuple[int, CycleLink]]:
@@ -133,25 +134,22 @@ def _links(graph: HappensBefore, node: int, inside: set[int]) -> Iterator[tuple[
             continue
         other = graph.part[before]
         if other is not None:
-            yield before, CycleLink(part, other, _why(part, other))
+            yield before, CycleLink(part, other)
             continue
         for begin in graph.awaited(before):
             member = graph.part[begin]
-            if begin not in inside or member is None:
-                continue
-            if part[1].ordering.takes:
-                yield begin, CycleLink(part, member, _why(part, member))
-            elif member[0] is not part[0]:
-                yield begin, CycleLink(part, member, MEETS)
+            if begin in inside and member is not None:
+                if part[1].ordering.takes or member[0] is not part[0]:
+                    yield begin, CycleLink(part, member)
 
 
 def _joined(steps: list[CycleLink]) -> list[CycleLink]:
     """Several links along one stream as one, from where the cycle enters a stream."""
-    first = next((i for i in range(len(steps)) if steps[i - 1].why != STREAM), 0)
+    first = next((i for i in range(len(steps)) if not steps[i - 1].by_stream), 0)
     joined: list[CycleLink] = []
     for step in steps[first:] + steps[:first]:
-        if joined and joined[-1].why == step.why == STREAM:
-            joined[-1] = CycleLink(joined[-1].part, step.other, STREAM)
+        if joined and joined[-1].by_stream and step.by_stream:
+            joined[-1] = CycleLink(joined[-1].part, step.other)
         else:
             joined.append(step)
     return [step for step in joined if step.part != step.other]
@@ -159,14 +157,11 @@ def _joined(steps: list[CycleLink]) -> list[CycleLink]:
 
 def _explained(steps: list[CycleLink], explainer: Explainer) -> Finding:
     refs: list[OpRef] = []
-    for (place, item), (other_place, other), why in steps:
-        rank = other_place.rank
-        line = explainer.line(other_place.source, other.index)
-        if why == STREAM:
-            why = f"it comes earlier on stream {place.source.streams[item.stream]}"
-        elif why == MEETS:
-            why = f"it cannot end before rank {rank} is there"
-        role = f"waits for rank {rank}, line {line}: {why}"
+    for step in steps:
+        (place, item), (there, other) = step
+        role = f"waits for rank {there.rank}, line {explainer.line(there.source, other.index)}"
+        if step.by_stream:
+            role += f", which comes earlier on stream {place.source.streams[item.stream]}"
         refs.append(explainer.ref(place, item, role))
     ranks = sorted({ref.rank for ref in refs})
     message = f"rank {ranks[0]} waits for itself, in a circle"
@@ -176,38 +171,9 @@ def _explained(steps: list[CycleLink], explainer: Explainer) -> Finding:
     return Finding("deadlock", message, tuple(refs), _advice(steps), "error", tuple(ranks))
 
 
-def _why(part: Part, earlier: Part) -> str:
-    """Why an op waits for another."""
-    (place, item), (other_place, other) = part, earlier
-    here, there = item.ordering, other.ordering
-    if place is not other_place:
-        if here.expects:
-            return "its notify raises the signal"
-        return "the slot comes back with its free" if here.takes else MEETS
-    if item is other:
-        return STREAM  # the end of an op after its begin
-    same = item.index == other.index
-    members = same and not any(one.is_group or one.is_fused for one in (item, other))
-    if item.stream == other.stream and other.turn < item.turn and (members or not same):
-        return STREAM
-    if item.record == other.place:
-        return "the event is recorded there"
-    if there.holds_host and other.turn < item.turn:
-        return "the host issues nothing more until that stream has come there"
-    if there.frees is not None:
-        return "the slot comes back with its free"
-    if members:
-        return "the parts of a fused op are begun in the order listed"
-    if same:
-        return "it is part of the same op"
-    if here.meets:
-        return f"collectives of team {here.meets[0]} run in the order in which they are issued"
-    return MEETS  # a message of a rank to itself
-
-
 def _advice(steps: list[CycleLink]) -> str:
     """The fix in words: which op has to move."""
-    takes = [item.ordering.takes for part, other, _ in steps for _, item in (part, other)]
+    takes = [item.ordering.takes for part, other in steps for _, item in (part, other)]
     if any(buffer is not None and buffer.kind == "symmetric" for buffer in takes):
         return "free the buffer that held the slot before this take of it, on every rank"
     return (
