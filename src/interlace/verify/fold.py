@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class Unfit(Exception):
-    """Something is not as it has to be for a fold: all ranks have to be looked at."""
+    """There is something to find: all ranks have to be looked at."""
 
 
 @dataclass(slots=True, eq=False)
@@ -140,38 +140,12 @@ class _Carrier(dict[int, Carried]):
 
 
 class FoldedBuilder(GraphBuilder):
-    """Builds a FoldedGraph; raises Unfit where ops do not match one to one."""
+    """Builds a FoldedGraph."""
 
     def __init__(self, sources: Sequence[LoweredProgram], regions: Regions, turns: Turns) -> None:
         super().__init__(sources, regions, turns)
         self.graph: FoldedGraph = FoldedGraph(self.graph.num_chains)
         self.graph.carried = _Carrier(turns, self.chains)
-
-    def build(self) -> FoldedGraph:
-        self._run()
-        if not self._balanced():
-            raise Unfit("what one rank does has no other end")
-        self._match()
-        self.graph.solve()
-        return self.graph
-
-    def _balanced(self) -> bool:
-        met = self.meetings
-        for queue, members in [*met.queues.items()]:
-            counts = {len(self.queue(queue, rank)) for rank in queue[0].ranks}
-            if counts != {len(mine) for mine in members.values()} or len(counts) > 1:
-                return False
-        for slot, members in [*met.taken.items()]:
-            counts = {len(self.takes(slot, rank)) for rank in slot[0].ranks}
-            if counts != {len(mine) for mine in members.values()} or len(counts) > 1:
-                return False
-            for rank, taken in members.items():
-                if any((slot, n, rank) not in met.freed for n in range(len(taken))):
-                    return False
-        return all(
-            len(self.ends(channel, True)) == len(self.ends(channel, False))
-            for channel in [*met.channels]
-        )
 
 
 def certified(
