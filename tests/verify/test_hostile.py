@@ -13,7 +13,7 @@ from tests.verify.hostile import HOSTILE, ONE, filled, measure
 
 from interlace.errors import ProgramError
 from interlace.ir import parse_set, validate
-from interlace.verify import Report, check, graph, matching, regions
+from interlace.verify import Report, check, graph, regions
 
 MOST_SECONDS, MOST_BYTES = 60, 2 << 30
 """Limits: seconds of a processor, so that a busy machine takes no more, and bytes of memory."""
@@ -84,18 +84,6 @@ def test_ranks_with_places_in_too_many_teams_are_refused(monkeypatch: pytest.Mon
     assert checked(text.format(teams)).sound
     with pytest.raises(ProgramError, match="384 places are looked up at most"):
         checked(text.format(f"{teams}, more: Team[1]"))
-
-
-def test_a_collective_of_all_ranks_is_compared_for_those_that_stand_for_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    text = """\
-def f(tp: Team[1024], x: f32[4], y: out[f32[4096]], z: out[f32[4]]):
-    main: all_gather(x, y, team=tp)
-    main: reduce_scatter(y, z, team=tp, reduce="sum")
-"""
-    monkeypatch.setattr(matching, "PER_MEMBER", regions.MAX_STEPS)
-    assert checked(text).sound
 
 
 def test_comparing_named_sizes_counts_for_more(monkeypatch: pytest.MonkeyPatch) -> None:

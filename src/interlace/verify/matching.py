@@ -16,47 +16,40 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from interlace.ir.ops import KINDS, Alloc, Collective, Op, Recv, Send
+from interlace.ir.ops import KINDS, Recv, Send
 from interlace.ir.order import Queue, Slot, TeamKey
 from interlace.ir.sizes import Int
-from interlace.ir.types import TableEntry, contiguous_strides
-from interlace.ir.view import Box, Chunk
+from interlace.ir.types import contiguous_strides
+from interlace.ir.view import Box
 from interlace.verify.build import GraphBuilder
 from interlace.verify.graph import IssuedOp, RankPlace
 from interlace.verify.report import Finding, OpRef
-from interlace.verify.source import Version
+from interlace.verify.source import Item, Version
 
 if TYPE_CHECKING:
     from interlace.verify.explain import Explainer
 
 Difference = tuple[str, tuple[int, str], tuple[int, str]]
 """A fact that two members disagree on, and for each its number and its value."""
-PER_MEMBER = 16
-"""Steps that comparing what one member of a collective says counts as."""
 
 
-class Meeting(NamedTuple):
-    """The words for a disagreement of those who meet in an op."""
-
-    who: str
-    verb: str
-    fix: str
-
-
-MEETINGS: dict[type[Op], Meeting] = {
-    Collective: Meeting(
-        "its members",
-        "has",
-        "give both the same {}, or issue the collectives of the team in one order",
-    ),
-    Send: Meeting("its ends", "sends", "give both the same {}"),
-    Recv: Meeting("its ends", "receives", "give both the same {}"),
-    Alloc: Meeting(
-        "its ranks", "takes", "allocate the largest {} on every rank, and use a part of it"
-    ),
+FIXES = {
+    "members": "give both the same {}, or issue the collectives of the team in one order",
+    "ends": "give both the same {}",
+    "ranks": "allocate the largest {} on every rank, and use a part of it",
 }
+"""The fix for a disagreement of those who meet in an op."""
+
+
+def _met(item: Item) -> tuple[str, str]:
+    """Who meets in an op, and what each of them does there."""
+    if item.ordering.takes is not None:
+        return "ranks", "takes"
+    if item.ordering.messages:
+        return "ends", "sends" if item.ordering.messages[0].sends else "receives"
+    return "members", "has"
 
 
 def mismatches(builder: GraphBuilder, explain: Callable[[], Explainer]) -> list[Finding]:
@@ -79,8 +72,6 @@ class _Matcher:
         self.explain = explain
         self.regions = builder.regions
         self.findings: list[Finding] = []
-        self.alike: set[tuple[object, ...]] = set()
-        """Sets of members that were found to agree."""
 
     def report(self, message: str, fix: str, *ops: tuple[IssuedOp, str]) -> None:
         """A mismatch of ops, each with its role."""
@@ -91,11 +82,10 @@ class _Matcher:
     def differ(self, name: str, met: Sequence[IssuedOp], problem: Difference) -> None:
         """A mismatch of two who meet."""
         what, *sides = problem
-        rows = [MEETINGS[type(met[i].item.op)] for i, _ in sides]  # pyright: ignore[reportArgumentType]
-        roles = [f"{row.verb} {what} {side[1]}" for row, side in zip(rows, sides, strict=True)]
+        (who, _), *_ = rows = [_met(met[i].item) for i, _ in sides]
+        roles = [f"{verb} {what} {side[1]}" for (_, verb), side in zip(rows, sides, strict=True)]
         ops = [(met[i], role) for (i, _), role in zip(sides, roles, strict=True)]
-        message = f"{name}: {rows[0].who} disagree on the {what}"
-        self.report(message, rows[0].fix.format(what), *ops)
+        self.report(f"{name}: its {who} disagree on the {what}", FIXES[who].format(what), *ops)
 
     def ref(self, issue: IssuedOp, role: str) -> OpRef:
         return self.explain().ref(issue.place, issue.item, role)
@@ -192,31 +182,13 @@ class _Matcher:
             counts = {len(mine) for mine in issued.values()}
             for k in range(min(counts)):
                 met = [mine[k] for mine in issued.values()]
-                key = (*weights.values(), *map(self.identity, met))
-                if key in self.alike:
-                    continue
-                each = [*weights.values()]
-                if len(each) < len(ranks) and not all(map(_sized_alike, met)):
-                    self.regions.spend(PER_MEMBER * len(ranks))
-                    met = [builder.on(issued[builder.first(rank)][k], rank) for rank in ranks]
-                    each = [1] * len(met)
-                problem = self.differs(met, each)
+                problem = self.differs(met, [*weights.values()])
                 if problem is not None:  # what follows is the same fault
                     self.differ(f"collective {k + 1} of team {queue[0].name}", met, problem)
                     break
-                self.alike.add(key)
             else:
                 if len(counts) > 1:
                     self.missing(queue, issued)
-
-    def identity(self, at: IssuedOp) -> tuple[object, ...]:
-        """The facts of a collective on its rank: equal for two that agree with the same others."""
-        where, op, place = at.place.where, at.item.collective, at.place
-        assert op is not None
-        root = None if op.root is None else (where.index(op.root), at.item.is_root(where))
-        touches = at.item.touches
-        views = [(t.write, t.spot.key, self.regions.at(t.spot, where)) for t in touches]
-        return place.source, op.kind, op.reduce, op.splits, op.src is None, root, *views
 
     def missing(self, queue: Queue, issued: Mapping[int, Sequence[IssuedOp]]) -> None:
         """Some members issue more collectives than others."""
@@ -411,17 +383,3 @@ def _shape(box: Box | None, with_rows: bool) -> list[object] | None:
     if box is None:
         return None
     return [*(box.sizes[:1] if with_rows else ("*",)), *box.sizes[1:]]
-
-
-def _sized_alike(at: IssuedOp) -> bool:
-    """Returns True if a collective's facts are the same on all ranks that its own stands for: where
-    a rank chooses which chunk its views are, and no table how large that is. (Its root is the same
-    for all of them, or their team is not turned.)"""
-    return not any(
-        any(isinstance(value, TableEntry) for value in touch.spot.by_rank)
-        or any(
-            isinstance(step, Chunk) and isinstance(step.parts, str)
-            for step in touch.spot.view.steps
-        )
-        for touch in at.item.touches
-    )
