@@ -179,30 +179,7 @@ def test_a_free_stands_for_the_uses_before_it() -> None:
     assert all(finding.ops[0].text == "main: free(t)" for finding in report.errors)
 
 
-def test_a_free_that_awaits_no_use_of_a_chain_is_told_once_for_the_chain() -> None:
-    report = checked(
-        f"{SHARED}main: copy(x, t); main: record(e); side: wait(e); side: copy(x[0:2], t[0:2]); "
-        "side: copy(x[2:4], t[2:4]); " + "main: copy(x, y); " * 3 + "main: free(t); "
-        "main: copy(x, y)"
-    )
-    assert kinds(report) == {"race": 1}
-    assert [op.line for op in report.errors[0].ops] == [8, 12]
-
-
 # Limits
-
-
-def test_a_read_of_nothing_is_told_after_many_that_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On rank 3 alone nothing is written; on the others the read races with the write."""
-    monkeypatch.setattr(sweep, "MAX_REPEATS", 2)
-    report = checked(
-        "own = table(tp, 4, 4, 4, 0); t = empty(f32[4]); main: copy(t, y); "
-        "side: copy(x[0:own[tp.rank]], t[0:own[tp.rank]])",
-        FOUR,
-    )
-    assert kinds(report) == {"race": 1, "uninitialized": 1}
-    assert of_kind(report, "race").ranks == (0, 1)
-    assert of_kind(report, "uninitialized").ranks == (3,)
 
 
 def test_after_so_many_faults_accesses_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:

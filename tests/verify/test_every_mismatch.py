@@ -70,29 +70,6 @@ def test_only_the_root_of_a_broadcast_gives() -> None:
     )
 
 
-def test_the_element_type_of_a_member_without_a_destination() -> None:
-    (finding,) = found(
-        ("x: f32[4], y: out[f32[8]]", "main: gather(x, y, root=0, team=tp)"),
-        ("x: i32[4]", "main: gather(x, None, root=0, team=tp)"),
-    )
-    what, roles = told(finding)
-    assert what == "its members disagree on the element type"
-    assert roles == [(0, "has element type f32"), (1, "has element type i32")]
-
-
-@pytest.mark.parametrize(
-    ("one", "two"), [("4, 2", "4, 3"), ("4, 2, 3", "4, 3, 2"), ("4, 6", "8, 3")]
-)
-def test_shapes_are_told_in_full(one: str, two: str) -> None:
-    body = "main: all_to_all(x, y, team=tp)"
-    sides = [(f"x: f32[{shape}], y: out[f32[{shape}]]", body) for shape in (one, two)]
-    (finding,) = found(*sides)
-    assert told(finding) == (
-        "its members disagree on the source shape",
-        [(0, f"has source shape [{one}]"), (1, f"has source shape [{two}]")],
-    )
-
-
 # Uneven parts
 
 
@@ -114,16 +91,6 @@ def test_tables_of_uneven_parts() -> None:
     cut = "x: f32[10, 2], y: out[f32[own[tp.rank], 2]]"
     (finding,) = found((CUT, UNEVEN), (CUT, UNEVEN), (cut, other))
     assert told(finding)[0] == "its members disagree on the splits"
-
-
-def test_the_rows_of_the_side_that_holds_all_parts() -> None:
-    body = TABLES + "main: all_gather(x, y, team=tp, splits=rows)"
-    nine, eight = ((f"x: f32[rows[tp.rank], 2], y: out[f32[{n}, 2]]", body) for n in (9, 8))
-    (finding,) = found(nine, nine, eight)
-    assert told(finding) == (
-        "its members disagree on the destination shape",
-        [(0, "has destination shape [9, 2]"), (2, "has destination shape [8, 2]")],
-    )
 
 
 # One fault does not hide another, nor is it told twice
@@ -190,18 +157,6 @@ def test_notifies_that_never_come_may_be_in_order_all_the_same(ordered: bool) ->
         f"{event}side: notify(s, to=tp.rank + 1, value=2); main: copy(x, y)"
     )
     assert len(found((IN, body), kind="signal")) == (not ordered)
-
-
-def test_signals_that_nobody_awaits_are_remarked_on_each() -> None:
-    body = "main: notify(s, to=tp.rank + 1); main: notify(u, to=tp.rank + 1); main: copy(x, y)"
-    findings = found((IN, body), kind="unexpected-notify")
-    assert [each.message for each in findings] == [
-        f"rank 1 never awaits signal {name} of rank 0" for name in "su"
-    ]
-    for finding, name in zip(findings, "su", strict=True):
-        assert (finding.level, finding.ranks) == ("remark", (0,))
-        assert finding.fix == "expect it where it is needed, or take the notify out"
-        assert [op.role for op in finding.ops] == [f"raises {name}"]
 
 
 def test_values_that_do_not_grow_beside_those_in_no_order() -> None:
