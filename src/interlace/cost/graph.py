@@ -25,15 +25,11 @@ from interlace.cost.op_times import (
 from interlace.cost.symmetry import SimulatedRanks
 from interlace.errors import SoundnessError
 from interlace.ir import (
-    Expect,
     Fused,
-    Group,
     Meetings,
     Op,
     Program,
-    Put,
     Spot,
-    Wait,
     Where,
     bindings,
 )
@@ -159,27 +155,28 @@ class _Builder:
                 if queue in queued and queued[queue] != last:
                     self.edge(queued[queue], last)
                 queued[queue] = last
-            elif ordering.messages and not isinstance(op, Group):
+            elif ordering.messages and not op.members:
                 (end,) = ordering.messages
                 last = self.message(where, end, cost, after, issued)
             else:
-                ports = ("out",) if isinstance(op, Put) else ("in",)
+                puts = op.one_sided and op.writes()[0].peer is not None
+                ports = ("out",) if puts else ("in",)
                 first = last = self.task((rank,), cost, issued, ports)
                 for other in after:
                     self.edge(other, first)
-            if isinstance(op, Group):
+            if ordering.messages and op.members:
                 last = self.task((rank,), Cost())
-                for end, item in zip(ordering.messages, op.ops, strict=True):
+                for end, item in zip(ordering.messages, op.members, strict=True):
                     spent = op_cost(item, box, self.machine, teams, where)
                     self.edge(self.message(where, end, spent, (first,)), last)
             parts: list[Spanned] = [(op, first, last)]
             if isinstance(op, Fused):
+                parts.clear()
                 last = self.fused(rank, op, fused_costs(op, box, self.machine), last, parts)
             self.entries.append(
                 PlacedOp(rank, index, op, first if first >= 0 else last, last, after, issued)
             )
-            members = parts[1:] if isinstance(op, Fused) else parts
-            for number, (item, begin, end) in enumerate(members):
+            for number, (item, begin, end) in enumerate(parts):
                 spot, means = (index, number), item.ordering()
                 last_of[spot] = end
                 if means.waits is not None:
@@ -227,7 +224,7 @@ class _Builder:
                 begin = chain = then(cost, chain)
                 end = then(Cost(fixed_s=tile_s), start, *gates)
                 tiles.append(end)
-            elif isinstance(member, Wait | Expect):
+            elif member.ordering().waits is not None or member.ordering().expects:
                 begin = end = then(Cost(), start)
                 gates.append(begin)
                 chain = then(Cost(), chain, begin)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate
 from types import UnionType
-from typing import ParamSpec
+from typing import Literal, ParamSpec
 
 from interlace.errors import ProgramError, TeamError
 from interlace.ir.sizes import Int, Size
@@ -375,6 +375,10 @@ class Written:
     """It is a tuple that takes all further positional arguments."""
     words: Collection[str] = ()
     """Values that are the call's own word, as in `all_gather(x, y)`."""
+    access: Literal["", "read", "write"] = ""
+    """For a view: the op reads or writes it,"""
+    of_peer: bool = False
+    """in the memory of its peer."""
     holds: UnionType | None = None
     """Which ops it holds."""
     holding: str = ""
