@@ -6,30 +6,26 @@ import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 import interlace
 from interlace.errors import ProgramError
 from interlace.ir import (
-    KINDS,
     Copy,
     DType,
     Fused,
     Group,
     HostSync,
     Loc,
-    Name,
     RankIndex,
     Recv,
     Send,
     Site,
     View,
     parse,
-    validate,
 )
-from interlace.ir.build import Builder, CollectiveName, Handle
+from interlace.ir.build import Builder, Handle
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -78,11 +74,7 @@ def test_every_method_once() -> None:
         t = p.alloc("t", "f32", (4, 4), storage="arena", offset=64)
         full = p.alloc("full", "f32", (4, 4), symmetric="tp")
         n = p.empty("n", "f32", (4, 4))
-        with p.region("scale", "a", "b") as r:
-            a, b = r.inputs
-            low, _ = r.calls(2, "aten.aminmax.default", r.call("aten.mul.Tensor", a, b), dim=0)
-            r.returns(low)
-        p.call("scale", x, 2.0, out=t)
+        p.call("aten.mul.out", x, 2.0, out=t)
         s, d = p.fresh("s", "f32", (4, 4)), p.fresh("d", "bool", (4,))
         args = (x, [1, (t.t(), None)], "@device")
         p.call("aten.made_up.default", *args, out=(s, d), dim=-1, rng=True)
@@ -120,7 +112,7 @@ def test_every_method_once() -> None:
     text = str(p.program)
     assert parse(text) == p.program
     for line in (
-        'main: call("scale", x, 2.0, out=t)',
+        'main: call("aten.mul.out", x, 2.0, out=t)',
         '"aten.made_up.default", x, (1, (t.permute(1, 0), None)), "@device", dim=-1,',
         "out=(s := f32[4, 4], d := bool[4])",
         "main: copy(t[0:2], y.permute(1, 0)[2:4])",
@@ -146,10 +138,6 @@ def test_ops_know_the_line_that_wrote_them() -> None:
         assert op.loc.file == __file__
         word = {"HostSync": "host_sync", "Group": "group", "Collective": "all_reduce"}
         assert word[type(op).__name__] in lines[op.loc.line - 1]
-
-
-def test_collectives_are_named_for_type_checkers() -> None:
-    assert get_args(CollectiveName) == (*KINDS,)
 
 
 def test_an_op_by_its_class() -> None:
@@ -293,12 +281,25 @@ MISTAKES: dict[str, tuple[Callable[[Builder, Handle, Handle], object], str]] = {
         lambda p, x, part: inside(p.fused(), p.host_sync),
         "put the HostSync in .with",
     ),
+    "groups": (
+        lambda p, x, part: interlace.program("f", groups={"pp": [[0, 1], [2]]}).build(),
+        "groups of another size",
+    ),
+    "stream of a member": (
+        lambda p, x, part: (inside(p.group(), lambda: sent_aside(p, x)), p.build()),
+        "a group on 'main' holds an op on 'side'",
+    ),
     "no fused": (lambda p, x, part: inside(p.part(), p.host_sync), "open it with `with p.fused"),
     "part": (
         lambda p, x, part: inside(p.fused(), lambda: inside(p.part(), lambda: p.copy(x, x))),
         "a part holds .* only: move the Copy out of it",
     ),
 }
+
+
+def sent_aside(p: Builder, x: Handle) -> None:
+    with p.stream("side"):
+        p.send(x, p.tp.rank)
 
 
 def inside(context: AbstractContextManager[None], then: Callable[[], None]) -> None:
@@ -328,14 +329,6 @@ def test_a_fresh_buffer_needs_its_call() -> None:
 def test_two_ways_to_name_a_team() -> None:
     with pytest.raises(ProgramError, match="not both"):
         interlace.program("f", team=2, mesh={"tp": 2})
-
-
-def test_region_values_are_names() -> None:
-    p = interlace.program("f", team=1)
-    with p.region("r", "x") as r:
-        assert r.inputs == (Name("x"),)
-        r.returns(*r.calls(2, "aten.a.b", *r.inputs))
-    assert validate(p.build()).regions[0].outputs == ("t0", "t1")
 
 
 def test_generated_programs_name_no_line_of_python() -> None:

@@ -110,7 +110,7 @@ TEXTS = {
         "a team has no modifier 'x'",
         "modifiers are",
     ),
-    "team modifier": ("def f(tp: Team[1].ovr([0])): pass", "a team has no", "did you mean 'over'?"),
+    "team modifier": ("def f(tp: Team[1].onn([0])): pass", "a team has no", "did you mean 'on'?"),
     "hosts": ("def f(tp: Team[2].on(0)): pass", "expected integers", "as .on([0, 1], [2, 3])"),
     "decorator": ("@f\ndef f():\n    pass", "this decorator has no meaning", "@named("),
     "syntax": ("def f(:\n", "not the syntax of a schedule", "check brackets"),

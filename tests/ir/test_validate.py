@@ -69,11 +69,6 @@ OPS = {
         "to 16777215 at most",
     ),
     "awaited": ("expect(s, tp.rank, value=2147483648)", "value 2147483648", "16777215 at most"),
-    "kind": (
-        'collective("all_gathr", x, t, team=tp)',
-        "no collective is named",
-        "did you mean 'all_gather'",
-    ),
     "reduction": ("all_reduce(x, t, team=tp)", "all_reduce lacks its reduction", "one of sum"),
     "no reduction": ('all_reduce(x, t, reduce="xor", team=tp)', "no reduction 'xor'", "one of sum"),
     "reduces": ('all_gather(x, t, reduce="sum", team=tp)', "reduces nothing", "leave reduce="),
@@ -108,18 +103,8 @@ OPS = {
     ),
     "after 0": ("all_gather(x[0:2], t.view(8, 2)[0:4], team=tp)", "after dimension 0 differ", ""),
     "empty group": ("group()", "an empty group", "put sends and receives in it"),
-    "group stream": (
-        'group(send(x, peer=tp.rank, stream="comm"))',
-        "a group on 'main' holds an op on 'comm'",
-        "share one stream",
-    ),
     "no fused parts": ("fused()", "an empty part", "or leave it out"),
     "empty part": ("fused(part())", "an empty part", "or leave it out"),
-    "part stream": (
-        'fused(part(wait(e1, stream="comm")))',
-        "a fused op on 'main' holds an op on 'comm'",
-        "share one stream",
-    ),
     "part fresh": (
         'fused(part(call("a.b", x, out=(z := f32[4]))))',
         "a fused a.b makes its outputs itself",
@@ -132,7 +117,6 @@ OPS = {
     "keywords": ('call("scale", x, t, c=1, out=y)', "arguments and keywords", "scale(a, b)"),
     "both": ('call("a.b", x, out=(t, z := f32[4]))', "fills views or makes its outputs", "before"),
     "in place": ('call("a.b_", x, out=t, mutates=True)', "'t' is written in place", "mutates=True"),
-    "fresh kind": ('call("a.b", out=(z := f32[4].kind("local")))', "declared as local", "fresh"),
     "fresh twice": ('call("a.b", out=(t := f32[4]))', "'t' is declared already", "of its own"),
     "mm": (
         'call("aten.mm.out", x, t[0:3], out=y)',
@@ -155,19 +139,12 @@ DECLARATIONS = {
     "as a team": ("tp = alloc(f32[4])", "'tp' is declared already", "a name of its own"),
     "as a table": ("rows = alloc(f32[4])", "'rows' is declared already", "a name of its own"),
     "rng": ("rng = alloc(f32[4])", "the state of the random numbers", "another name"),
-    "kind": ('z = alloc(f32[4].kind("input"))', "'z' is declared as input", "local or symmetric"),
     "size": ("z = alloc(f32[-4])", "'z' has a size below 0", "give sizes >= 0"),
     "table": ("z = alloc(f32[row[0]])", "no table is named 'row'", "did you mean 'rows'?"),
     "entry": ("z = alloc(f32[rows[2]])", "table rows has 2 entries", "a rank of its team"),
     "entry team": ("z = alloc(f32[rows[t.rank]])", "no team is named 't'", "did you mean 'tp'?"),
     "strides": ("z = alloc(f32[4, 4].strides(1))", "2 sizes and strides [1]", "one stride >= 0"),
     "symmetric team": ("z = alloc(f32[4], symmetric=t)", "no team is named 't'", "'tp'?"),
-    "no team": (
-        'z = alloc(f32[4].kind("symmetric"))',
-        "is symmetric and has no team",
-        "symmetric=",
-    ),
-    "team": ("z = alloc(f32[4].team(tp))", "'z' is local and has a team", "and no other"),
     "uneven": (
         "z = alloc(f32[rows[tp.rank]], symmetric=tp)",
         "'z' is symmetric, but has [1, 3] elements",
@@ -182,8 +159,6 @@ DECLARATIONS = {
 CHANGES = {
     "team twice": ("dp: Team[2]", "tp: Team[2]", "team 'tp' is declared twice", "another name"),
     "team size": ("tp: Team[2]", "tp: Team[0]", "team 'tp' has 0 ranks", "1 or more"),
-    "no groups": ("tp: Team[2]", "tp: Team[2].over()", "groups of another size", "as many"),
-    "groups": ("dp: Team[2]", "dp: Team[2].over([0])", "groups of another size", "as many ranks"),
     "rank twice": ("dp: Team[2]", "dp: Team[[0, 1], [1, 2]]", "name a rank twice", "one group"),
     "not in": ("dp: Team[2]", "dp: Team[[5, 6]]", "full", "symmetric=dp"),
     "table team": ("table(tp, 3, 1)", "table(t, 3, 1)", "no team is named 't'", "'tp'?"),
@@ -206,7 +181,6 @@ CHANGES = {
         "differently",
     ),
     "remark": ("site=1)", "site=3)", "no site 3", "sites are [1]"),
-    "param kind": ("x: f32[4, 4]", 'x: f32[4, 4].kind("local")', "declared as local", "input or"),
     "param twice": ("x: f32[4, 4]", "y: f32[4, 4]", "'y' is declared already", "of its own"),
     "region input": ("scale(a, b)", "scale(a, a)", "has an input twice", "differently"),
     "region value": (

@@ -130,7 +130,7 @@ class Form:
     word: str
     fields: tuple[FieldForm, ...]
     common: tuple[str, ...] = ()
-    """The fields that every op has."""
+    """The fields that every op has as keywords."""
     fixed: tuple[tuple[str, str], ...] = ()
     """A field that the word itself gives."""
     worded: str = ""
@@ -165,7 +165,8 @@ def form_of(kind: type) -> Form:
     for field in dataclasses.fields(kind):
         how: Written = field.metadata.get("written", Written())
         if how.role == "common":
-            common.append(field.name)
+            if field.name != "stream":  # it stands before the op
+                common.append(field.name)
         else:
             fields.append(_field_form(kind, field, how, fields))
     form = Form(kind, word, tuple(fields), tuple(common))
@@ -703,7 +704,7 @@ class Outs(Role):
         items: list[Item] = [VIEW.write(text, view) for view in thing.outs]
         for buffer in thing.fresh:
             name = buffer.name if plain(buffer.name) else "fresh"
-            items.append(f"{name} := {write_type(text, buffer, 'fresh', name)}")
+            items.append(f"{name} := {write_type(text, buffer, name)}")
         return [TextBlock("out=(", items, ")")] if items else []
 
     def read_field(
@@ -738,12 +739,9 @@ class Declaration(Role):
 
     def write_field(self, text: Printer, thing: Any, field: FieldForm) -> list[Item]:
         buffer: Buffer = thing.buffer
-        symmetric = buffer.kind == "symmetric" and buffer.team is not None
-        kind = buffer.kind if buffer.kind == "fresh" or symmetric else "local"
-        team = buffer.team if symmetric else None
-        items: list[Item] = [write_type(text, buffer, kind, None, team, stored=False)]
-        if team is not None:
-            items.append(f"symmetric={name_or_string(team)}")
+        items: list[Item] = [write_type(text, buffer)]
+        if buffer.team is not None:
+            items.append(f"symmetric={name_or_string(buffer.team)}")
         if buffer.storage is not None:
             items.append(f"storage={quote(buffer.storage)}")
         if buffer.offset != 0:
@@ -756,12 +754,14 @@ class Declaration(Role):
         symmetric, storage = args.get("symmetric"), args.get("storage")
         if symmetric is not None:
             kind, team = "symmetric", NAME.read(text, symmetric)
-        changes: Fields = {}
-        if storage is not None:
-            changes["storage"] = STRING.read(text, storage)
-        if args.given("offset"):
-            changes["offset"] = INTEGER.read(text, args["offset"])
-        return read_type(text, args["type"]).buffer(read.pop("name"), kind, team, **changes)
+        offset = args.get("offset")
+        return read_type(text, args["type"]).buffer(
+            read.pop("name"),
+            kind,
+            team=team,
+            storage=None if storage is None else STRING.read(text, storage),
+            offset=0 if offset is None else INTEGER.read(text, offset),
+        )
 
     def check(self, rules: Checker, op: Any, field: FieldForm, value: Buffer) -> None:
         rules.declare(value, ("local", "symmetric", "fresh"))
@@ -893,7 +893,9 @@ metadata names."""
 def op_words() -> dict[str, Form]:
     """The ops that stand after a stream, by the words that the text has for them."""
     forms = [form_of(kind) for kind in kinds_of_op() if kind is not Alloc]
-    return {word: form for main in forms for word, form in {main.word: main, **main.words}.items()}
+    return {
+        word: form for main in forms for word, form in (main.words or {main.word: main}).items()
+    }
 
 
 @functools.cache
@@ -934,10 +936,7 @@ def items_of(node: ast.expr | None) -> list[ast.expr]:
 
 MODIFIERS = {
     "strides": Signature(rest=True),
-    "kind": Signature(("kind",), (), ("kind",)),
-    "team": Signature(("team",), (), ("team",)),
     "registered": Signature(("team",), (), ("team",)),
-    "storage": Signature(("storage", "offset"), (), ("storage",)),
     "named": Signature(("name",), (), ("name",)),
 }
 """Modifiers that may follow the type of a buffer."""
@@ -952,33 +951,20 @@ class Declared:
     shape: tuple[Dim, ...]
     changes: Fields
 
-    def buffer(self, name: str, kind: str, team: str | None = None, **changes: Any) -> Buffer:
+    def buffer(self, name: str, kind: str, **placed: Any) -> Buffer:
         """The buffer that a place in the text declares as `name` of `kind`."""
-        fields: Fields = {"name": name, "kind": kind, "team": team}
-        return Buffer(dtype=self.dtype, shape=self.shape, **fields | self.changes | changes)
+        fields: Fields = {"name": name, "kind": kind} | placed
+        return Buffer(dtype=self.dtype, shape=self.shape, **fields | self.changes)
 
 
-def write_type(
-    text: Printer,
-    buffer: Buffer,
-    kind: str,
-    name: str | None,
-    team: str | None = None,
-    stored: bool = True,
-) -> str:
-    """Element type and sizes, and what differs from what its place in the text implies."""
+def write_type(text: Printer, buffer: Buffer, name: str | None = None) -> str:
+    """Element type and sizes, with modifiers; `name` is the one that its place in the text has."""
     shape = ", ".join([DIM.write(text, dim) for dim in buffer.shape]) or "()"
     words = f"{buffer.dtype}[{shape}]"
     if buffer.strides is not None:
         words += f".strides({', '.join(map(str, buffer.strides))})"
-    if buffer.kind != kind:
-        words += f".kind({quote(buffer.kind)})"
-    if buffer.team != team:
-        word = "registered" if buffer.registered else "team"
-        words += f".{word}({'None' if buffer.team is None else name_or_string(buffer.team)})"
-    if stored and (buffer.storage is not None or buffer.offset != 0):
-        storage = "None" if buffer.storage is None else quote(buffer.storage)
-        words += f".storage({storage}, {buffer.offset})"
+    if buffer.registered:
+        words += f".registered({name_or_string(str(buffer.team))})"
     return words if name is None or buffer.name == name else words + real_name(buffer.name)
 
 
@@ -1004,15 +990,8 @@ def _modified(text: Reader, base: Declared, func: ast.Attribute, node: ast.Call)
     args = text.bind(node, word, signature)
     if word == "strides":
         changes: Fields = {"strides": tuple([SIZE.read(text, each) for each in args.rest])}
-    elif word in ("team", "registered"):
-        team = args.get("team")
-        changes = {"team": None if team is None else NAME.read(text, team)}
-    elif word == "storage":
-        storage = args.get("storage")
-        offset = INTEGER.read(text, args["offset"]) if args.given("offset") else 0
-        held = None if storage is None else STRING.read(text, storage)
-        changes = {"storage": held, "offset": offset}
+    elif word == "registered":
+        changes = {"team": NAME.read(text, args["team"])}
     else:
-        key = "kind" if word == "kind" else "name"
-        changes = {key: STRING.read(text, args[key])}
+        changes = {"name": STRING.read(text, args["name"])}
     return Declared(base.dtype, base.shape, {**base.changes, **changes})

@@ -54,10 +54,7 @@ MAX_TEXT = 1 << 24
 TOO_LONG = "an integer of more than 64 bits"
 _LONG = re.compile(r"\d\w{16}")
 """Start of every integer of more than 64 bits, as it has 17 digits or more."""
-TEAM_MODIFIERS = {
-    **{"over": Signature(rest=True), "on": Signature(rest=True)},
-    "named": MODIFIERS["named"],
-}
+TEAM_MODIFIERS = {"on": Signature(rest=True), "named": MODIFIERS["named"]}
 _SITE, _REMARK, _ALLOC, _NODE = map(form_of, (Site, Remark, Alloc, Node))
 _STATEMENTS = ("ranks", "rank", "assume", "site", "remark")
 _NESTED = "programs and regions are nested too deeply, or an expression is too long"
@@ -490,7 +487,7 @@ def _team(source: SourceText, arg: ast.arg) -> Team:
     """The team that a parameter declares."""
     reader = Reader(source, ())
     node, name = arg.annotation, arg.arg
-    found: dict[str, tuple[tuple[int, ...], ...]] = {}
+    hosts: tuple[tuple[int, ...], ...] | None = None
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         word = node.func.attr
         if word not in TEAM_MODIFIERS:
@@ -500,16 +497,15 @@ def _team(source: SourceText, arg: ast.arg) -> Team:
         if word == "named":
             name = STRING.read(reader, bound["name"])
         else:
-            such = f".{word}([0, 1], [2, 3])"
-            found[word] = tuple([INTEGERS.read(reader, part, such) for part in bound.rest])
+            such = ".on([0, 1], [2, 3])"
+            hosts = tuple([INTEGERS.read(reader, part, such) for part in bound.rest])
         node = node.func.value
     if not isinstance(node, ast.Subscript):
         fix = "write Team[4] for a mesh axis, or Team[[0, 1], [2, 3]], on hosts with .on([0], [1])"
         raise source.error(arg, "a team without a size", fix)
-    hosts, groups = found.get("on"), found.get("over")
     listed = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    if groups is not None or not isinstance(listed[0] if listed else None, ast.List):
-        return Team(name, INTEGER.read(reader, node.slice), groups, hosts)
+    if not isinstance(listed[0] if listed else None, ast.List):
+        return Team(name, INTEGER.read(reader, node.slice), hosts=hosts)
     groups = tuple([INTEGERS.read(reader, group) for group in listed])
     if len({len(group) for group in groups}) != 1:
         fix = "every instance of a team has as many ranks"

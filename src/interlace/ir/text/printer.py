@@ -103,11 +103,9 @@ class Printer:
         return form.word, items
 
     def common(self, op: Op, within: Op | None = None) -> list[Item]:
-        """Site and location, and inside another op the stream, where they differ from its own."""
+        """Site and location, where they differ from those of the op around it."""
         around = within.loc if within is not None else Loc()
         items: list[Item] = []
-        if within is not None and op.stream != within.stream:
-            items.append(f"stream={quote(op.stream)}")
         if op.site != (within.site if within else None):
             items.append(f"site={op.site}")
         if (op.loc.module or around.module) and op.loc != around:
@@ -187,13 +185,7 @@ class _ProgramPrinter(Printer):
 
     def team_parameter(self, i: int, team: Team) -> str:
         name, suffix = (team.name, "") if plain(team.name) else (f"team_{i}", real_name(team.name))
-        groups = team.groups
-        if groups is None:
-            kind = f"Team[{team.size}]"
-        elif groups and all(len(group) == team.size for group in groups):
-            kind = f"Team[{_lists(groups)}]"
-        else:
-            kind = f"Team[{team.size}].over({_lists(groups)})"
+        kind = f"Team[{team.size if team.groups is None else _lists(team.groups)}]"
         if team.hosts is not None:
             kind += f".on({_lists(team.hosts)})"
         return f"{name}: {kind}{suffix}"
@@ -201,8 +193,8 @@ class _ProgramPrinter(Printer):
     def parameter(self, i: int, buffer: Buffer) -> str:
         name = buffer.name if plain(buffer.name) else f"param_{i}"
         if buffer.kind == "output":
-            return f"{name}: out[{write_type(self, buffer, 'output', name)}]"
-        return f"{name}: {write_type(self, buffer, 'input', name)}"
+            return f"{name}: out[{write_type(self, buffer, name)}]"
+        return f"{name}: {write_type(self, buffer, name)}"
 
     def returned(self, results: tuple[Arg, ...]) -> Item:
         items = [ARG.write(self, result) for result in results]
