@@ -86,6 +86,7 @@ class Arbitrary:
         }
         self.special: dict[str, Callable[[], Any]] = {
             "fn": lambda: choice(FUNCTIONS),
+            "Node.fn": lambda: choice(FUNCTIONS[:3]),
             "kwargs": lambda: self.some(lambda: (choice(WORDS), self.arg())),
             "team": self.team,
             "stream": lambda: "main" if rng.random() < 0.6 else self.name(),
@@ -163,7 +164,7 @@ class Arbitrary:
 
     def op(self) -> Op:
         cls, inner = self.rng.choice(OPS), self.common()
-        common = inner if self.flag() else self.common()
+        common = inner if self.flag() else {**self.common(), "stream": inner["stream"]}
         if cls is Group:
             members = self.some(lambda: self.of(self.rng.choice((Send, Recv)), **inner))
             return Group(ops=members, **common)

@@ -20,7 +20,6 @@ from interlace.cost.op_times import (
     fused_costs,
     issue_seconds,
     op_cost,
-    op_name,
 )
 from interlace.cost.symmetry import SimulatedRanks
 from interlace.errors import SoundnessError
@@ -83,21 +82,6 @@ class TaskGraph:
     ranks: tuple[int, ...]
     links: frozenset[tuple[str, bool]]
     """The transports that work, inside a host or (True) between hosts."""
-
-    def stuck(self, done: Sequence[bool]) -> str:
-        """Where every stream of every rank stands, for a set that cannot go on."""
-        heads: dict[tuple[int, str], PlacedOp] = {}
-        for entry in self.entries:
-            if not done[entry.last]:
-                heads.setdefault((entry.rank, entry.op.stream), entry)
-        lines = [
-            f"  rank {rank}, {stream}: op {entry.index}, {op_name(entry.op)}"
-            + (f" at {entry.op.loc}" if str(entry.op.loc) else "")
-            for (rank, stream), entry in sorted(heads.items(), key=lambda item: item[0])
-        ]
-        return "\n".join(
-            ["the ranks wait for one another for ever:", *lines, "run `interlace check` on it"]
-        )
 
 
 def build(

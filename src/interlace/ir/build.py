@@ -48,7 +48,7 @@ from interlace.ir.ops import (
     Recv,
     Send,
 )
-from interlace.ir.program import Program, Remark, Site
+from interlace.ir.program import Program, Site
 from interlace.ir.roles import TEAM, Form, form_of, op_words
 from interlace.ir.sizes import FIXED, Int, NamedSize, Size, SizeClass, named
 from interlace.ir.text.printer import print_view
@@ -261,7 +261,6 @@ class Builder:
         """The named sizes, and which values of them the Program is for."""
         self.params: list[Buffer] = []
         self.sites: list[Site] = []
-        self.remarks: list[Remark] = []
         self.results: tuple[Arg, ...] | None = None
         self._program: Program | None = None
 
@@ -306,7 +305,6 @@ class Builder:
                 ops=tuple(self.ops),
                 results=self.results,
                 sites=tuple(self.sites),
-                remarks=tuple(self.remarks),
                 ranks=self.ranks,
             )
         )
@@ -367,10 +365,6 @@ class Builder:
     def returns(self, *results: object) -> None:
         """Sets what a run returns instead of the outputs: handles, numbers and None."""
         self.results = tuple(map(self.arg, results))
-
-    def remark(self, pass_name: str, text: str, site: int | None = None) -> None:
-        """A note that `explain` prints."""
-        self.remarks.append(Remark(pass_name, text, site))
 
     def stream(self, name: str) -> AbstractContextManager[str]:
         """The ops inside run on that stream."""

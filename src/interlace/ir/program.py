@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -353,19 +354,13 @@ def _names_of_fields(kind: type[Any]) -> tuple[str, ...]:
 # Communication
 
 _BETWEEN_RANKS = Collective | Put | Get | Send | Recv
-_WORDS = {
-    "collective": (Collective,),
-    "one-sided copy": (Put, Get),
-    "send": (Send,),
-    "receive": (Recv,),
-}
 
 
 def communication_in_words(program: Program) -> str:
     """The numbers of collectives, one-sided copies and messages of one rank; empty: none."""
-    ops = _single(program)
-    counts = {word: sum(isinstance(op, kinds) for op in ops) for word, kinds in _WORDS.items()}
-    return ", ".join(f"{n} {_plural(word, n)}" for word, n in counts.items() if n)
+    found = [op for op in _single(program) if isinstance(op, _BETWEEN_RANKS)]
+    words = Counter(form_of(type(op)).of(op).word for op in found)
+    return ", ".join(f"{number} {word}" for word, number in words.items())
 
 
 def exchanged_sizes(program: Program) -> frozenset[str]:
@@ -400,9 +395,3 @@ def _single(program: Program) -> list[Op]:
     """All ops, those of groups one by one."""
     found = [op for _, op in spots(program.ops)]
     return [each for op in found for each in (op.ops if isinstance(op, Group) else (op,))]
-
-
-def _plural(word: str, count: int) -> str:
-    if count == 1:
-        return word
-    return f"{word[:-1]}ies" if word.endswith("y") else f"{word}s"

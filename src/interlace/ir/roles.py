@@ -24,10 +24,10 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
 from interlace.errors import ParseError
 from interlace.ir.ops import Alloc, Arg, Call, FusedKernel, Name, Op, Scalar, kinds_of_op
@@ -60,11 +60,12 @@ from interlace.ir.types import (
 from interlace.ir.view import Chunk, Slice, Step, View
 
 if TYPE_CHECKING:
-    from interlace.ir.build import Builder
+    from interlace.ir.build import Builder, Handle
     from interlace.ir.text.parser import Arguments, Reader
     from interlace.ir.text.printer import Printer
     from interlace.ir.validate import Checker
 
+T = TypeVar("T")
 DTYPES = {dtype.value: dtype for dtype in DType}
 FAMILIES = ("buffer", "value", "stream", "team", "table")
 """Words of `buffer["odd name"]` and its like."""
@@ -233,7 +234,7 @@ class Role:
     def check(self, rules: Checker, op: Any, field: FieldForm, value: Any) -> None:
         """Raises BrokenRule for a value that the op may not have."""
 
-    def build(self, builder: Builder, value: Any, peer: object = None) -> Any:
+    def build(self, builder: Builder, value: Any, peer: object = None) -> object:
         """The value for what the builder is given; `peer` is the op's."""
         return value
 
@@ -244,7 +245,7 @@ class Role:
             return [self.write(text, each) for each in value]
         return [prefixed(field.prefix, self.write(text, value))]
 
-    def read_field(self, text: Reader, args: Arguments, field: FieldForm, read: Fields) -> Any:
+    def read_field(self, text: Reader, args: Arguments, field: FieldForm, read: Fields) -> object:
         """The field's value from the arguments of a call; `read` are the fields before it."""
         if field.how.rest:
             return tuple([self.read(text, node) for node in args.rest])
@@ -288,24 +289,24 @@ class AnyName(Role):
 class TableName(AnyName):
     """The name of a table."""
 
-    def check(self, rules: Checker, op: Any, field: FieldForm, value: str) -> None:
+    def check(self, rules: Checker, op: object, field: FieldForm, value: str) -> None:
         if value not in rules.tables:
             raise rules.unknown("table", value, rules.tables)
 
-    def build(self, builder: Builder, value: Table | str | None, peer: object = None) -> Any:
+    def build(self, builder: Builder, value: Table | str | None, peer: object = None) -> str | None:
         return value.name if isinstance(value, Table) else value
 
 
 class TeamName(AnyName):
     """The name of a team: that of the op's peer, or the only one, where none is given."""
 
-    def check(self, rules: Checker, op: Any, field: FieldForm, value: str) -> None:
+    def check(self, rules: Checker, op: object, field: FieldForm, value: str) -> None:
         rules.team(value)
 
-    def build(self, builder: Builder, value: Any, peer: object = None) -> str:
+    def build(self, builder: Builder, value: object, peer: object = None) -> str:
         return builder.team_name(value, peer)
 
-    def write_field(self, text: Printer, thing: Any, field: FieldForm) -> list[Item]:
+    def write_field(self, text: Printer, thing: object, field: FieldForm) -> list[Item]:
         team: str = getattr(thing, field.name)
         peer: object = getattr(thing, field.implied_by) if field.implied_by else None
         implied = isinstance(peer, RankIndex | Others) and peer.team == team
@@ -337,15 +338,15 @@ class Integer(Role):
         raise text.fail(node, "expected an integer", "write a whole number here")
 
 
-class Several(Role):
+class Several(Role, Generic[T]):
     """Numbers in brackets."""
 
-    def __init__(self, item: Role) -> None:
+    def __init__(self, item: Callable[[Reader, ast.expr], T]) -> None:
         self.item = item
 
-    def read(self, text: Reader, node: ast.expr, such: str = "(8, 4)") -> tuple[Any, ...]:
+    def read(self, text: Reader, node: ast.expr, such: str = "(8, 4)") -> tuple[T, ...]:
         if isinstance(node, ast.Tuple | ast.List):
-            return tuple([self.item.read(text, item) for item in node.elts])
+            return tuple([self.item(text, item) for item in node.elts])
         raise text.fail(node, "expected integers", f"write them in brackets, such as {such}")
 
 
@@ -529,7 +530,9 @@ class PartsOfChunks(Role):
 class ViewOfBuffer(Role):
     """A view: a buffer, and the steps that lead to a box of it."""
 
-    def build(self, builder: Builder, value: Any, peer: object = None) -> View | None:
+    def build(
+        self, builder: Builder, value: Handle | View | None, peer: object = None
+    ) -> View | None:
         return builder.view(value)
 
     def write(self, text: Printer, value: View) -> str:
@@ -670,12 +673,14 @@ class Keywords(Role):
     So it is with names that Python has no identifier for, and with those of the call's own fields.
     """
 
-    def build(self, builder: Builder, value: Any, peer: object = None) -> Any:
+    def build(
+        self, builder: Builder, value: Iterable[tuple[str, object]], peer: object = None
+    ) -> tuple[tuple[str, Arg], ...]:
         return tuple([(key, ARG.build(builder, each)) for key, each in value])
 
-    def write_field(self, text: Printer, thing: Any, field: FieldForm) -> list[Item]:
+    def write_field(self, text: Printer, thing: object, field: FieldForm) -> list[Item]:
         taken = {*form_of(thing.__class__).signature.known} - {"outs"}  # which only a Node has
-        kwargs: Sequence[tuple[str, Arg]] = thing.kwargs
+        kwargs: Sequence[tuple[str, Arg]] = getattr(thing, field.name)
         names = [key for key, _ in kwargs]
         if len(set(names)) == len(names) and all(
             usable_keyword(name) and name not in taken for name in names
@@ -717,7 +722,7 @@ class Outs(Role):
 class Fresh(Role):
     """The buffers that a call makes: `t := f32[8, 4]` in its `out=`."""
 
-    def write_field(self, text: Printer, thing: Any, field: FieldForm) -> list[Item]:
+    def write_field(self, text: Printer, thing: object, field: FieldForm) -> list[Item]:
         return []
 
     def read_field(
@@ -737,8 +742,8 @@ class Declaration(Role):
         ("type",), ("symmetric", "storage", "offset", "site", "loc", "stream"), ("type",)
     )
 
-    def write_field(self, text: Printer, thing: Any, field: FieldForm) -> list[Item]:
-        buffer: Buffer = thing.buffer
+    def write_field(self, text: Printer, thing: object, field: FieldForm) -> list[Item]:
+        buffer: Buffer = getattr(thing, field.name)
         items: list[Item] = [write_type(text, buffer)]
         if buffer.team is not None:
             items.append(f"symmetric={name_or_string(buffer.team)}")
@@ -763,7 +768,7 @@ class Declaration(Role):
             offset=0 if offset is None else INTEGER.read(text, offset),
         )
 
-    def check(self, rules: Checker, op: Any, field: FieldForm, value: Buffer) -> None:
+    def check(self, rules: Checker, op: object, field: FieldForm, value: Buffer) -> None:
         rules.declare(value, ("local", "symmetric", "fresh"))
 
 
@@ -817,7 +822,7 @@ class PartsOfOp(MemberOps):
         parts: Iterable[Iterable[Op]] = getattr(thing, field.name)
         return [TextBlock("part(", [text.op(op, thing) for op in part], ")") for part in parts]
 
-    def read_field(self, text: Reader, args: Arguments, field: FieldForm, read: Fields) -> Any:
+    def read_field(self, text: Reader, args: Arguments, field: FieldForm, read: Fields) -> object:
         parts: list[tuple[Op, ...]] = []
         for node in args.rest:
             call = node if isinstance(node, ast.Call) else None
@@ -854,7 +859,7 @@ STRING, NAME, TABLE, TEAM = String(), AnyName(), TableName(), TeamName()
 INTEGER, FLAG, LITERAL, REAL = Integer(), Flag(), Literal(), Real()
 DTYPE, INDEX, PEER = ElementType(), RankOrChunk(), PeerOrOthers()
 SIZE, DIM, PARTS = SizeExpression(), Dimension(), PartsOfChunks()
-INTEGERS, SIZES = Several(INTEGER), Several(SIZE)
+INTEGERS, SIZES = Several(INTEGER.read), Several(SIZE.read)
 VIEW, ARG, KEYWORDS = ViewOfBuffer(), Argument(), Keywords()
 PART = PartsOfOp()
 PLAIN = frozenset({STRING, NAME, TABLE, TEAM, INTEGER, FLAG})

@@ -111,24 +111,6 @@ Dim = Int | TableEntry
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """One integer for each rank of a team, such as the rows that each rank holds."""
-
-    name: str
-    team: str
-    values: tuple[Int, ...]
-    starts: tuple[Int, ...] = field(init=False, repr=False, compare=False)
-    """Where chunk i begins: the sum of the entries before it; then the sum of all."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "starts", tuple(accumulate(self.values, initial=0)))
-
-    def __getitem__(self, index: Index) -> TableEntry:
-        """The entry of a rank, as a size; printed `rows[tp.rank]`."""
-        return TableEntry(self.name, index)
-
-
-@dataclass(frozen=True, slots=True)
 class Team:
     """An ordered set of ranks.
 
@@ -315,9 +297,6 @@ class Where:
         return table
 
 
-KINDS = ("input", "output", "local", "symmetric", "fresh")
-
-
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """Named storage.
@@ -397,3 +376,21 @@ TEAM = written("team")
 """The name of a team: that of the op's peer, or the only one, where a text gives none."""
 COMMON = written("common")
 """A field that every op has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One integer for each rank of a team, such as the rows that each rank holds."""
+
+    name: str = field(metadata=COMMON)
+    team: str = field(metadata=NAME)
+    values: tuple[Int, ...] = field(metadata=written(rest=True))
+    starts: tuple[Int, ...] = field(init=False, repr=False, compare=False, metadata=COMMON)
+    """Where chunk i begins: the sum of the entries before it; then the sum of all."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "starts", tuple(accumulate(self.values, initial=0)))
+
+    def __getitem__(self, index: Index) -> TableEntry:
+        """The entry of a rank, as a size; printed `rows[tp.rank]`."""
+        return TableEntry(self.name, index)

@@ -306,21 +306,15 @@ def _cast(
         return sizes, strides, offset
     if not sizes or strides[-1] != 1:
         raise ValueError("only a contiguous last dimension changes its element size")
-    if before > after:
-        ratio = before // after
-        return (
-            [*sizes[:-1], sizes[-1] * ratio],
-            [*(s * ratio for s in strides[:-1]), 1],
-            offset * ratio,
-        )
-    ratio = after // before
-    if sizes[-1] % ratio or offset % ratio or any(s % ratio for s in strides[:-1]):
-        raise ValueError(f"bytes do not divide into elements of {new}")
-    return (
-        [*sizes[:-1], sizes[-1] // ratio],
-        [*(s // ratio for s in strides[:-1]), 1],
-        offset // ratio,
-    )
+
+    def scaled(count: Int) -> Int:
+        """A number of old elements as one of new ones."""
+        number, rest = divmod(count * before, after)
+        if rest:
+            raise ValueError(f"bytes do not divide into elements of {new}")
+        return number
+
+    return [*sizes[:-1], scaled(sizes[-1])], [*map(scaled, strides[:-1]), 1], scaled(offset)
 
 
 # Boxes

@@ -31,7 +31,6 @@ from interlace.ir.roles import (
     INTEGER,
     INTEGERS,
     MODIFIERS,
-    NAME,
     SIZE,
     STRING,
     Declaration,
@@ -55,7 +54,7 @@ TOO_LONG = "an integer of more than 64 bits"
 _LONG = re.compile(r"\d\w{16}")
 """Start of every integer of more than 64 bits, as it has 17 digits or more."""
 TEAM_MODIFIERS = {"on": Signature(rest=True), "named": MODIFIERS["named"]}
-_SITE, _REMARK, _ALLOC, _NODE = map(form_of, (Site, Remark, Alloc, Node))
+_SITE, _REMARK, _ALLOC, _NODE, _TABLE = map(form_of, (Site, Remark, Alloc, Node, Table))
 _STATEMENTS = ("ranks", "rank", "assume", "site", "remark")
 _NESTED = "programs and regions are nested too deeply, or an expression is too long"
 
@@ -79,9 +78,7 @@ def parse_set(text: str, *, file: str = "<text>") -> tuple[Program, ...]:
     source = SourceText(text, file)
     tree = source.tree()
     try:
-        programs = [
-            _program(source, node) for i, node in enumerate(tree.body) if not _is_doc(i, node)
-        ]
+        programs = [_program(source, node) for node in _statements(tree.body)]
     except RecursionError:
         raise source.error(None, _NESTED, "give the text of a schedule") from None
     if not programs:
@@ -338,13 +335,11 @@ class _ProgramParser(Reader):
             for arg in node.args.args
             if not (_is_a("Team", arg) or _is_a("Size", arg))
         ]
-        for place, statement in enumerate(node.body):
-            if not _is_doc(place, statement):
-                self.statement(statement)
-                if isinstance(statement, ast.Return) and statement is not node.body[-1]:
-                    raise self.source.error(
-                        node.body[place + 1], "statements after `return`", "put `return` last"
-                    )
+        for statement in _statements(node.body):
+            if self.results is not None:
+                what = "statements after `return`"
+                raise self.source.error(statement, what, "put `return` last")
+            self.statement(statement)
         for divided, quotient in self.quotients:
             _assume_whole(self, self.assumed, divided, quotient)
         return replace(
@@ -416,10 +411,7 @@ class _ProgramParser(Reader):
             declared = {"name": name, "kind": "fresh" if word == "empty" else "local"}
             self.ops.append(self.make(_ALLOC, args, **declared, **self.common(args, "main")))
         elif word == "table":
-            signature = Signature(("team",), (), ("team",), rest=True)
-            args = self.bind(call, word, signature)
-            values = tuple([SIZE.read(self, each) for each in args.rest])
-            self.tables.append(Table(name, NAME.read(self, args["team"]), values))
+            self.tables.append(self.make(_TABLE, self.arguments(_TABLE, call), name=name))
         else:
             if word in self.words:
                 fix = "an op stands after a stream, such as main: copy(x, y)"
@@ -559,14 +551,13 @@ def _assume_whole(reader: Reader, known: Known, node: ast.expr, quotient: Size) 
         raise reader.fail(node, f"{quotient} is no whole number for the sizes in the head", _WHOLE)
 
 
-def _is_doc(place: int, node: ast.stmt) -> bool:
-    """True if a statement is the text that may stand first in a file, a Program or a region."""
-    return (
-        place == 0
-        and isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
+def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
+    """The statements without the text that may stand first in a file, a Program or a region."""
+    match body:
+        case [ast.Expr(value=ast.Constant(value=str())), *rest]:
+            return rest
+        case _:
+            return body
 
 
 def _decorated(source: SourceText, node: ast.FunctionDef, word: str) -> str:
@@ -613,9 +604,7 @@ def _region(source: SourceText, node: ast.FunctionDef, teams: Sequence[Team]) ->
     )
     body: list[Node] = []
     outputs: tuple[str, ...] | None = None
-    for place, statement in enumerate(node.body):
-        if _is_doc(place, statement):
-            continue
+    for statement in _statements(node.body):
         if outputs is not None:
             raise source.error(statement, "statements after `return`", "put it last")
         if isinstance(statement, ast.Return):
@@ -652,13 +641,10 @@ def _node(source: SourceText, reader: Reader, statement: ast.stmt) -> Node:
     outs = tuple(_value(reader, target) for target in targets)
     fn = _dotted(call.func)
     if fn is None:
-        fix = 'write aten.mul.Tensor(...), or call("name", ...)'
+        fix = "write aten.mul.Tensor(...)"
         raise source.error(call.func, "expected the name of an operator", fix)
-    positional = ("fn",) if fn == "call" else ()
-    signature = Signature(positional, ("kwargs",), positional, rest=True, any_keyword=True)
+    signature = Signature(keywords=("kwargs",), rest=True, any_keyword=True)
     args = Arguments(source, call, fn, signature)
-    if fn == "call":
-        fn = STRING.read(reader, args["fn"])
     return reader.make(_NODE, args, outs=outs, fn=fn)
 
 

@@ -22,13 +22,12 @@ from interlace.ir.text.spelling import (
     accessor,
     flat,
     layout,
-    name_or_string,
     plain,
     prefixed,
     quote,
     real_name,
 )
-from interlace.ir.types import Buffer, Team, even_parts, team_sizes
+from interlace.ir.types import Buffer, Table, Team, even_parts, team_sizes
 from interlace.ir.view import Step, View
 
 Tag = tuple[str, int]
@@ -87,7 +86,9 @@ class Printer:
         word, items = self.call(op)
         return TextBlock(f"{word}(", items + self.common(op, within), ")")
 
-    def call(self, thing: Op | Node | Site | Remark | Step | FusedKernel) -> tuple[str, list[Item]]:
+    def call(
+        self, thing: Op | Node | Site | Remark | Table | Step | FusedKernel
+    ) -> tuple[str, list[Item]]:
         """The word and the arguments that a dataclass is written with."""
         form = form_of(type(thing)).of(thing)
         items: list[Item] = []
@@ -126,11 +127,8 @@ class Printer:
 
     def node(self, node: Node, head: str) -> TextBlock:
         """A call in a region's body, after its targets."""
-        dotted = all(plain(part) for part in node.fn.split("."))
         _, items = self.call(node)
-        if dotted and node.fn != "call":
-            return TextBlock(f"{head}{node.fn}(", items, ")")
-        return TextBlock(f"{head}call(", [quote(node.fn), *items], ")")
+        return TextBlock(f"{head}{node.fn}(", items, ")")
 
 
 class _ProgramPrinter(Printer):
@@ -150,9 +148,8 @@ class _ProgramPrinter(Printer):
         if assumed := program.sizes.assumptions():
             self.line("assume", assumed, ("ranks", 0))
         for i, table in enumerate(program.tables):
-            target = accessor("table", table.name)
-            values = [name_or_string(table.team), *map(str, table.values)]
-            self.line(f"{target} = table", values, ("table", i))
+            _, items = self.call(table)
+            self.line(f"{accessor('table', table.name)} = table", items, ("table", i))
         for i, site in enumerate(program.sites):
             self.line(*self.call(site), ("site", i))
         for i, remark in enumerate(program.remarks):
