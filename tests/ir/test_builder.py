@@ -195,7 +195,7 @@ def test_an_error_names_the_line_of_python() -> None:
 def test_an_exception_inside_is_not_hidden() -> None:
     def stopped() -> None:
         with interlace.program("f", team=2) as p:
-            p.wait("never recorded")
+            p.free("nothing of that name")
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

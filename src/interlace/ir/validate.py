@@ -3,8 +3,8 @@
 Names are unique and declared before use, views lie within their buffers on every rank, shapes and
 element types agree, teams and peers exist. Most rules hold for any op: for its fields by their
 roles (roles.py), for what it reads and writes, for what it waits for, raises and frees; `_RULES`
-has what else an op must keep. Whether the schedule is *sound* (races, deadlocks, lifetimes) is for
-`interlace.verify`.
+has what else an op must keep. Whether the schedule is *sound* (races, deadlocks, lifetimes, events,
+signals, members that agree) is for `interlace.verify`, and is not looked at twice.
 
     >>> validate(parse(text), text)
     ProgramError: schedule.ilc:7: no buffer is named 'ful'
@@ -135,7 +135,6 @@ class Checker:
         self._steps = 0
         self.regions = {region.name: region for region in program.regions}
         self.sites = {site.id for site in program.sites}
-        self.events: set[str] = set()
         self.agreed: set[tuple[object, ...]] = set()
         """Collectives and the boxes of their two views, by what they are: they fit together."""
 
@@ -401,7 +400,7 @@ class Checker:
         self._unique([region.name for region in program.regions], "region")
 
     def _check_results(self) -> None:
-        """Checks the results of a run: views of memory that outlives it, numbers and None."""
+        """Checks the results of a run: views, numbers and None."""
         self.tag = ("results", 0)
         for result in self.program.returned():
             if names_in(result):
@@ -409,13 +408,7 @@ class Checker:
                     "a result is no value of a region", "return views of buffers, numbers or None"
                 )
             for view in views_in(result):
-                kind = self.buffer(view).kind
                 self.boxes(view)
-                if kind in ("local", "symmetric"):
-                    raise self.fault(
-                        f"{view.buffer!r} is {kind}: its memory is used again after the run",
-                        f"copy it to an output, or declare it fresh: {view.buffer} = empty(...)",
-                    )
 
     def _check_team(self, team: Team) -> None:
         if team.size < 1:
@@ -714,20 +707,9 @@ class Checker:
                 ) from None
 
     def order(self, ordering: Ordering) -> None:
-        """Checks what an op waits for, raises and frees, and notes the event that it records."""
-        if ordering.records is not None:
-            self.events.add(ordering.records)
-        if ordering.waits is not None and ordering.waits not in self.events:
-            raise self.fault(
-                f"nothing before this records event {ordering.waits!r}",
-                did_you_mean(ordering.waits, self.events, "events recorded so far are"),
-            )
+        """Checks what an op frees, and the value of a signal that it raises or awaits."""
         if ordering.frees is not None:
-            if self.buffer(View(ordering.frees)).kind in ("input", "output"):
-                raise self.fault(
-                    f"{ordering.frees!r} belongs to the caller",
-                    "free only what the program allocates",
-                )
+            self.buffer(View(ordering.frees))
         for level in (ordering.raises, ordering.expects):
             if level is not None and not 1 <= level.value < 1 << VALUE_BITS:
                 fix = f"count from 1, and to {(1 << VALUE_BITS) - 1} at most"
