@@ -380,6 +380,8 @@ class Literal(Role):
         elif isinstance(node, ast.Constant) and isinstance(
             node.value, int | float | complex | str | None
         ):
+            if isinstance(node.value, int) and node.value >= 1 << 64:
+                raise text.fail(node, "an integer of more than 64 bits", "write a smaller number")
             return node.value
         raise text.fail(node, "expected a literal", "write a number, a string, True, False or None")
 

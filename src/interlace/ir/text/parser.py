@@ -16,7 +16,6 @@ sizes and what is assumed of them; its regions.
 from __future__ import annotations
 
 import ast
-import re
 import sys
 import warnings
 from collections.abc import Collection, Sequence
@@ -45,14 +44,11 @@ from interlace.ir.roles import (
 )
 from interlace.ir.sizes import Fact, Known, NamedSize, Size, SizeClass
 from interlace.ir.text.spelling import did_you_mean, excerpt, lines_of
-from interlace.ir.types import MAX_RANKS, Buffer, Table, Team, even_parts, team_sizes
+from interlace.ir.types import Buffer, Table, Team, even_parts, team_sizes
 from interlace.strategies import REPLACED
 
 MAX_TEXT = 1 << 24
 """Characters of a text: some 100,000 ops."""
-TOO_LONG = "an integer of more than 64 bits"
-_LONG = re.compile(r"\d\w{16}")
-"""Start of every integer of more than 64 bits, as it has 17 digits or more."""
 TEAM_MODIFIERS = {"on": Signature(rest=True), "named": MODIFIERS["named"]}
 _SITE, _REMARK, _ALLOC, _NODE, _TABLE = map(form_of, (Site, Remark, Alloc, Node, Table))
 _STATEMENTS = ("ranks", "rank", "assume", "site", "remark")
@@ -94,7 +90,8 @@ def _program(source: SourceText, node: ast.stmt) -> Program:
         )
     name = _decorated(source, node, "named")
     parameters = _parameters(source, node)
-    teams, sizes = _teams(source, parameters), _named_sizes(source, parameters)
+    teams = tuple([_team(source, arg) for arg in parameters if _is_a("Team", arg)])
+    sizes = _named_sizes(source, parameters)
     return _ProgramParser(source, name, teams, sizes).parse(node)
 
 
@@ -139,16 +136,6 @@ class SourceText:
             raise self.error_at(
                 1, None, 1, f"more than {MAX_TEXT} characters", "write several files"
             )
-        tree = self._read()
-        if _LONG.search(self.text) is None:  # walking a whole tree takes as long as reading it
-            return tree
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, int):
-                if node.value >= 1 << 64:
-                    raise self.error(node, TOO_LONG, "write a smaller number")
-        return tree
-
-    def _read(self) -> ast.Module:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # such as an unknown escape in a string
@@ -156,7 +143,8 @@ class SourceText:
         except SyntaxError as error:
             line = min(max(error.lineno or 1, 1), len(self.lines))
             if f"({sys.get_int_max_str_digits()} digits)" in error.msg:  # Python reads no more
-                raise self.error_at(line, None, 1, TOO_LONG, "write a smaller number") from None
+                what = "an integer of more than 64 bits"
+                raise self.error_at(line, None, 1, what, "write a smaller number") from None
             raise self.error_at(
                 line,
                 min(error.offset, len(self.lines[line - 1]) + 1) if error.offset else None,
@@ -425,9 +413,6 @@ class _ProgramParser(Reader):
             case "ranks":
                 args = self.bind(call, word, Signature(rest=True))
                 self.ranks = tuple([INTEGER.read(self, each) for each in args.rest])
-                if len(self.ranks) > MAX_RANKS:
-                    what = f"a world of {len(self.ranks)} ranks"
-                    raise self.source.error(node, what, f"give it {MAX_RANKS} ranks at most")
             case "rank":
                 args = self.bind(call, word, Signature(("rank",), (), ("rank",)))
                 self.rank = INTEGER.read(self, args["rank"])
@@ -458,23 +443,6 @@ def _is_a(word: str, arg: ast.arg) -> bool:
     return isinstance(head, ast.Name) and head.id == word
 
 
-def _teams(source: SourceText, args: Sequence[ast.arg]) -> tuple[Team, ...]:
-    """The teams that parameters declare; together they span no more ranks than a world may have."""
-    found: list[Team] = []
-    world = 1
-    for arg in args:
-        if not _is_a("Team", arg):
-            continue
-        team = _team(source, arg)
-        found.append(team)
-        count = team.size if team.groups is None else sum(map(len, team.groups))
-        world *= abs(team.size) if team.groups is None else 1
-        if max(world, count) > MAX_RANKS:
-            what = f"a world of {max(world, count)} ranks"
-            raise source.error(arg, what, f"give it {MAX_RANKS} ranks at most")
-    return tuple(found)
-
-
 def _team(source: SourceText, arg: ast.arg) -> Team:
     """The team that a parameter declares."""
     reader = Reader(source, ())
@@ -499,9 +467,6 @@ def _team(source: SourceText, arg: ast.arg) -> Team:
     if not isinstance(listed[0] if listed else None, ast.List):
         return Team(name, INTEGER.read(reader, node.slice), hosts=hosts)
     groups = tuple([INTEGERS.read(reader, group) for group in listed])
-    if len({len(group) for group in groups}) != 1:
-        fix = "every instance of a team has as many ranks"
-        raise source.error(node, "groups of different sizes", fix)
     return Team(name, len(groups[0]), groups, hosts)
 
 
