@@ -13,6 +13,7 @@ from interlace.ir import (
     Box,
     Buffer,
     DType,
+    Program,
     RankIndex,
     Table,
     TableEntry,
@@ -30,7 +31,7 @@ TORCH |= {DType.bf16: torch.bfloat16}
 
 
 def where(rank: int) -> Where:
-    return Where.of(rank, (TEAM,), (ROWS,))
+    return Program(teams=(TEAM,), tables=(ROWS,)).where(rank)
 
 
 def random_step(rng: random.Random, view: View, tensor: torch.Tensor, rank: int):

@@ -3,7 +3,7 @@
 A Program is one text for all ranks. What differs between ranks is an `Index` (`tp.rank + 1`,
 counted modulo the team) or a `TableEntry` (`rows[tp.rank]`); `Where` resolves both for one rank:
 
-    >>> where = Where.of(rank=3, teams=(Team("tp", 4),))
+    >>> where = Program(teams=(Team("tp", 4),)).where(rank=3)
     >>> where.index(RankIndex("tp", 1))
     0
 """
@@ -240,19 +240,6 @@ class Where:
     rank: int
     members: Mapping[str, Member]
     tables: Mapping[str, Table]
-
-    @classmethod
-    def of(
-        cls,
-        rank: int,
-        teams: tuple[Team, ...],
-        tables: tuple[Table, ...] = (),
-        ranks: tuple[int, ...] | None = None,
-    ) -> Where:
-        """The place of global `rank` in a Program with these teams and tables."""
-        return cls(
-            rank, TeamLayout(teams, ranks).members(rank), {table.name: table for table in tables}
-        )
 
     def member(self, team: str) -> Member:
         """This rank's place in `team`."""

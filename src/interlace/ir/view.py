@@ -4,7 +4,7 @@ The steps are torch's own view operators, plus `chunk`, which depends on the ran
 written, so that text reads well, and resolved to a `Box` for one rank:
 
     >>> full = Buffer("full", DType.f32, (8, 4))
-    >>> where = Where.of(rank=3, teams=(Team("tp", 4),))
+    >>> where = Program(teams=(Team("tp", 4),)).where(rank=3)
     >>> View("full").chunk(RankIndex("tp", 1), 4).box(full, where)
     Box(offset=0, sizes=(2, 4), strides=(4, 1), dtype=<DType.f32: 'f32'>)
 
