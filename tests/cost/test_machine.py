@@ -95,7 +95,7 @@ BAD = """
 {"links": {"gloo": {"latency_s": 0, "bandwidth": 1, "curves": {"get": [[1, 2], [2, 1]]}}}} | never falls
 {"gemms": [{"dtype": "f32", "m": 1, "k": 1, "n": 0, "seconds": 1}]} | gemms[0].n is 0
 {"sites": [3]} | sites[0] is 3; it should be a JSON object
-{"sites": [{"m": 1, "k": 1, "n": 1, "world": 2, "seconds": 1, "strategy": "ring"}]} | missing fields ['dtype', 'kind']
+{"sites": [{"site": {"m": 1, "k": 1, "n": 1, "world": 2}, "seconds": 1, "strategy": "ring"}]} | missing fields ['dtype', 'kind']
 {"gemm_tiles": [[1, 2]]} | gemm_tiles[0] is 3 numbers
 {"between": {"mpi": {"latency_s": 0, "bandwidth": 1}}} | between needs a link for the backend 'gloo'
 {"host": "a ship at sea"} | made for 'a ship at sea'
@@ -108,12 +108,6 @@ def test_bad_calibration(fields: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(CalibrationError) as raised:
         Machine.load(edited(tmp_path, **json.loads(fields)))
     assert told in str(raised.value)
-
-
-@pytest.mark.parametrize("left", [None, {}], ids=["none", "empty"])
-def test_a_file_from_before_links_between_hosts(left: Any, tmp_path: Path) -> None:
-    path = edited(tmp_path, between=left)
-    assert Machine.load(path).between == default_machine("cpu").between
 
 
 def test_another_host_on_request(tmp_path: Path) -> None:
