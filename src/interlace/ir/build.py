@@ -97,16 +97,7 @@ def program(
     return Builder(name, tuple(teams), None if ranks is None else tuple(ranks), lines)
 
 
-class TorchDType(Protocol):
-    """A `torch.dtype`, in words that do without torch."""
-
-    @property
-    def is_floating_point(self) -> bool: ...
-    @property
-    def itemsize(self) -> int: ...
-
-
-ElementType = DType | str | TorchDType
+ElementType = DType | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +154,7 @@ class Handle(Steps):
 
 
 def element_type(dtype: ElementType) -> DType:
-    """An element type by its name, such as `"bf16"`, or as a dtype of torch."""
+    """An element type by its name, such as `"bf16"` or `"torch.bfloat16"`."""
     name = str(dtype).removeprefix("torch.")
     try:
         return DType(_OF_TORCH.get(name, name))
