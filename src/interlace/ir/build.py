@@ -576,15 +576,22 @@ class Builder:
     ) -> None:
         """The stream waits for a signal of a peer."""
 
-    # Their docstrings are in KINDS.
     all_gather: CollectiveMethod
+    """Every rank's `src`, in order of ranks, into every rank's `dst`."""
     reduce_scatter: CollectiveMethod
+    """Part r of every rank's `src`, reduced (default: summed), into rank r's `dst`."""
     all_reduce: CollectiveMethod
+    """Every rank's `src`, reduced (default: summed), into each `dst` (default: `src`)."""
     broadcast: CollectiveMethod
+    """The `src` of the root (default: 0) into every rank's `dst` (default: `src`)."""
     all_to_all: CollectiveMethod
+    """Part r of this rank's `src` into this rank's part of rank r's `dst`."""
     gather: CollectiveMethod
+    """Every rank's `src`, in order of ranks, into the `dst` of the root (default: 0)."""
     scatter: CollectiveMethod
+    """Part r of the `src` of the root (default: 0) into rank r's `dst`."""
     reduce: CollectiveMethod
+    """Every rank's `src`, reduced (default: summed), into the root's `dst`."""
 
     def barrier(self, **how: Unpack[TeamOptions]) -> None:
         """No rank's stream goes on before every rank's has come here."""
@@ -676,7 +683,7 @@ def _generate() -> None:
             stated = getattr(Builder, word, None)
             emit = _emitter(word, form)
             if stated is None:
-                emit.__doc__ = KINDS[word].about
+                emit.__doc__ = f"Adds {form.signature.usage(word)}."
             setattr(Builder, word, emit if stated is None else functools.wraps(stated)(emit))
 
 

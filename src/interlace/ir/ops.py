@@ -309,8 +309,6 @@ class HostSync(Op):
 class CollectiveKind:
     """A kind of collective: who reads and writes, and whether it reduces or has a root."""
 
-    about: str
-    """Docstring of the builder's method, which sums, and has root 0, if not told otherwise."""
     reads: str = "all"  # all | root | none: who reads `src`
     writes: str = "all"  # who writes `dst`
     reduces: bool = False
@@ -319,44 +317,15 @@ class CollectiveKind:
 
 
 KINDS: dict[str, CollectiveKind] = {
-    "all_gather": CollectiveKind(
-        "Every rank's `src`, in order of ranks, into every rank's `dst`.", scales="gather"
-    ),
-    "reduce_scatter": CollectiveKind(
-        "Part r of every rank's `src`, reduced, into rank r's `dst`.",
-        reduces=True,
-        scales="scatter",
-    ),
-    "all_reduce": CollectiveKind(
-        "Every rank's `src`, reduced, into each `dst` (default: `src`).", reduces=True
-    ),
-    "broadcast": CollectiveKind(
-        "The `src` of the root into every rank's `dst` (default: `src`).", reads="root", rooted=True
-    ),
-    "all_to_all": CollectiveKind(
-        "Part r of this rank's `src` into this rank's part of rank r's `dst`."
-    ),
-    "gather": CollectiveKind(
-        "Every rank's `src`, in order of ranks, into the `dst` of the root.",
-        writes="root",
-        rooted=True,
-        scales="gather",
-    ),
-    "scatter": CollectiveKind(
-        "Part r of the `src` of the root into rank r's `dst`.",
-        reads="root",
-        rooted=True,
-        scales="scatter",
-    ),
-    "reduce": CollectiveKind(
-        "Every rank's `src`, reduced, into the root's `dst`.",
-        writes="root",
-        reduces=True,
-        rooted=True,
-    ),
-    "barrier": CollectiveKind(
-        "No rank's stream goes on before every rank's has come here.", reads="none", writes="none"
-    ),
+    "all_gather": CollectiveKind(scales="gather"),
+    "reduce_scatter": CollectiveKind(reduces=True, scales="scatter"),
+    "all_reduce": CollectiveKind(reduces=True),
+    "broadcast": CollectiveKind(reads="root", rooted=True),
+    "all_to_all": CollectiveKind(),
+    "gather": CollectiveKind(writes="root", rooted=True, scales="gather"),
+    "scatter": CollectiveKind(reads="root", rooted=True, scales="scatter"),
+    "reduce": CollectiveKind(writes="root", reduces=True, rooted=True),
+    "barrier": CollectiveKind(reads="none", writes="none"),
 }
 """The kinds of collective: one row of data each."""
 
