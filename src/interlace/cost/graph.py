@@ -62,12 +62,11 @@ class Task:
 
 @dataclass(slots=True)
 class PlacedOp:
-    """One op of one rank: its first and last task, and those that hold its stream up."""
+    """One op of one rank: its last task, and those that hold its stream up."""
 
     rank: int
     index: int
     op: Op
-    first: int
     last: int
     after: tuple[int, ...]
     earliest: float
@@ -79,7 +78,6 @@ class TaskGraph:
 
     tasks: list[Task]
     entries: list[PlacedOp]
-    ranks: tuple[int, ...]
     links: frozenset[tuple[str, bool]]
     """The transports that work, inside a host or (True) between hosts."""
 
@@ -99,7 +97,6 @@ def build(
 class _Builder:
     def __init__(self, machine: Machine, symmetry: SimulatedRanks) -> None:
         self.machine, self.symmetry = machine, symmetry
-        self.ranks: list[int] = []
         self.tasks: list[Task] = []
         self.entries: list[PlacedOp] = []
         self.meetings = Meetings[int](symmetry.folded)  # of tasks
@@ -118,7 +115,6 @@ class _Builder:
 
     def add(self, program: Program, rank: int) -> None:
         """One rank's ops, with the order that its own list gives."""
-        self.ranks.append(rank)
         where, boxes = program.where(rank), program.boxes(rank)
         box = at_hand(boxes) if program.sizes.sizes else boxes
         teams = {team.name: team for team in program.teams}
@@ -157,9 +153,7 @@ class _Builder:
             if isinstance(op, Fused):
                 parts.clear()
                 last = self.fused(rank, op, fused_costs(op, box, self.machine), last, parts)
-            self.entries.append(
-                PlacedOp(rank, index, op, first if first >= 0 else last, last, after, issued)
-            )
+            self.entries.append(PlacedOp(rank, index, op, last, after, issued))
             for number, (item, begin, end) in enumerate(parts):
                 spot, means = (index, number), item.ordering()
                 last_of[spot] = end
@@ -261,7 +255,7 @@ class _Builder:
             if task.cost.transport is not None:
                 links.add((task.cost.transport, task.cost.between))
                 self.through_interfaces(task)
-        return TaskGraph(tasks, self.entries, tuple(self.ranks), frozenset(links))
+        return TaskGraph(tasks, self.entries, frozenset(links))
 
     def through_interfaces(self, task: Task) -> None:
         """Adds the interfaces that a transfer between hosts shares with those of other ranks."""

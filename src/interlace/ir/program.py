@@ -300,8 +300,8 @@ def _mapped(value: Any, change: Callable[[object], object]) -> Any:
     if isinstance(value, tuple):
         held = cast("tuple[object, ...]", value)
         parts = tuple([_mapped(item, change) for item in held])
-        return value if all(map(operator.is_, parts, held)) else parts
-    names = _mapped_fields(type(value))
+        return held if all(map(operator.is_, parts, held)) else parts
+    names = _mapped_fields(value.__class__)
     if not isinstance(value, Op):
         new = change(value)
         if new is not value or not names:

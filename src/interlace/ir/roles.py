@@ -824,7 +824,7 @@ class PartsOfOp(MemberOps):
         parts: Iterable[Iterable[Op]] = getattr(thing, field.name)
         return [TextBlock("part(", [text.op(op, thing) for op in part], ")") for part in parts]
 
-    def read_field(self, text: Reader, args: Arguments, field: FieldForm, read: Fields) -> object:
+    def read_field(self, text: Reader, args: Arguments, field: FieldForm, read: Fields) -> Any:
         parts: list[tuple[Op, ...]] = []
         for node in args.rest:
             call = node if isinstance(node, ast.Call) else None
