@@ -192,8 +192,8 @@ def p(tp: Team[8], x: f32[4], y: out[f32[2]]):
 
 
 def test_a_hint_says_that_there_is_nothing_to_choose_from() -> None:
-    with pytest.raises(ProgramError, match="events recorded so far are: none"):
-        parsed("def p(tp: Team[2]):\n    main: wait(e)\n")
+    with pytest.raises(ProgramError, match="tables are: none"):
+        parsed("def p(tp: Team[2], x: f32[4]):\n    main: all_gather(x, x, splits=rows, team=tp)\n")
 
 
 def test_of_a_storm_of_faults_few_fixes_are_proved() -> None:
