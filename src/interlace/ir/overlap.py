@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from interlace.errors import ProgramError
 from interlace.ir.ops import Access
 from interlace.ir.program import Program
 from interlace.ir.sizes import Int, cached, greatest, never_above
@@ -158,9 +159,14 @@ class Overlaps:
         key = view.buffer, view.steps
         found = self._extents.get(key)
         if found is None:
-            buffer = self.buffers[view.buffer]
-            like = buffer.shape, buffer.strides, buffer.dtype
-            found = self._extents[key] = _extent(self._world, *like, view.steps)
+            buffer, world = self.buffers[view.buffer], self._world
+            try:
+                like = buffer.shape, buffer.strides, buffer.dtype
+                found = self._extents[key] = _extent(world, *like, view.steps)
+            except ProgramError:
+                for rank in world.ranks:
+                    view.box(buffer, world.where(rank))  # which says whose view it is
+                raise
         return found
 
 
