@@ -25,12 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from interlace.cost.gemm import (
-    arithmetic_seconds,
-    gemm_seconds,
-    measured_seconds,
-    wave_seconds,
-)
+from interlace.cost.gemm import gemm_seconds, wave_seconds
 from interlace.cost.machine import Machine, crossings, interface_bytes, link_bytes
 from interlace.errors import UnsupportedError
 from interlace.ir import (
@@ -140,18 +135,12 @@ class _Pricing:
     def call(self, op: Call) -> Cost:
         """The arithmetic of a call or its bytes, whichever takes longer."""
         machine = self.machine
-        nbytes = call_bytes(op, self.box) / machine.memory_bandwidth
-        shape = matmul_shape(op, self.box)
+        nbytes, shape = call_bytes(op, self.box), matmul_shape(op, self.box)
         if shape is None:
-            return Cost(machine.launch_s, max(nbytes, _attention(op, self.box, machine)))
-        dtype, measured = shape.dtype, None
-        rows, inner, columns, batch = numbers((shape.rows, shape.inner, shape.columns, shape.batch))
-        if batch == 1:
-            measured = measured_seconds(machine, dtype, rows, inner, columns)
-        if measured is None:
-            arithmetic = arithmetic_seconds(machine, dtype, rows, inner, columns, batch)
-            measured = max(nbytes, arithmetic)
-        return Cost(machine.launch_s, measured)
+            by_bytes = nbytes / machine.memory_bandwidth
+            return Cost(machine.launch_s, max(by_bytes, _attention(op, self.box, machine)))
+        sizes = numbers((shape.rows, shape.inner, shape.columns, shape.batch))
+        return Cost(machine.launch_s, gemm_seconds(machine, shape.dtype, *sizes, nbytes=nbytes))
 
     def copy(self, op: Copy) -> Cost:
         nbytes = number(self.box(op.src).nbytes + self.box(op.dst).nbytes)
