@@ -30,7 +30,7 @@ from interlace.comm import limit_s, team_of
 from interlace.comm.rendezvous.board import Note
 from interlace.comm.teams import group_of_mesh
 from interlace.errors import AgreementError, TeamError
-from interlace.ir import Team, Where
+from interlace.ir import Program, Team
 from interlace.runtime.prepare.agreement import gather
 from interlace.torch_private import resolve_process_group
 
@@ -144,8 +144,7 @@ def as_axes(
     ordered = sorted(teams, key=lambda team: -step[team.name])
     axes = tuple(Team(team.name, team.size) for team in ordered)
     try:
-        for rank in ranks:
-            implied = Where.of(rank, axes, ranks=ranks)
+        for implied in Program(teams=axes, ranks=ranks).wheres(ranks):
             for team in teams:
                 if implied.member(team.name).ranks not in (team.groups or ()):
                     return teams, shown
