@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from interlace.errors import refuse_removed
 from interlace.nn.cross_entropy.loss import REMOVED
 from interlace.nn.functional import cross_entropy, linear_cross_entropy
-from interlace.optim.loading import refuse_removed
 
 
 class Loss(nn.Module):

@@ -2,8 +2,6 @@
 
 class Own(KeepsStates):
     def _fit(self, name, value, param, group): ...       # a loaded value as this class keeps it
-
-`refuse_removed` raises for an option of a former release.
 """
 
 from __future__ import annotations
@@ -14,20 +12,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
-
-from interlace.errors import OptionError
-
-
-def refuse_removed(
-    name: str, options: Mapping[str, object], replacements: Mapping[str, str]
-) -> None:
-    """Raises OptionError for an option that `name` had in a former release, TypeError for one that
-    never was.
-    """
-    for option in options:
-        if option not in replacements:
-            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
-        raise OptionError(f"{option} is no option of {name} any more. fix: {replacements[option]}")
 
 
 class KeepsStates(Optimizer):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from interlace.errors import InputError
+from interlace.errors import InputError, refuse_removed
 from interlace.nn.autograd import first_order, without_autocast
 from interlace.nn.cross_entropy.chunks import Chunks, Operands
 from interlace.nn.cross_entropy.loss import (
@@ -23,7 +23,6 @@ from interlace.nn.cross_entropy.loss import (
 )
 from interlace.nn.cross_entropy.steps import steps_for
 from interlace.nn.cross_entropy.vocabulary import refuse_dtensors
-from interlace.optim.loading import refuse_removed
 from interlace.optim.untraced import eager
 from interlace.torch_private import keeps_graph
 

@@ -25,12 +25,11 @@ from typing import Any, Literal, SupportsIndex, get_args
 
 import torch
 
-from interlace.errors import InputError, TargetError
+from interlace.errors import InputError, TargetError, refuse_removed
 from interlace.nn.autograd import first_order
 from interlace.nn.cross_entropy.steps import Problem, Shards, Terms, new_word, steps_for
 from interlace.nn.cross_entropy.vocabulary import Waiting, find_shards, gather, refuse_dtensors
 from interlace.nn.groups import group_of
-from interlace.optim.loading import refuse_removed
 from interlace.optim.untraced import eager
 
 Reduction = Literal["none", "mean", "sum"]

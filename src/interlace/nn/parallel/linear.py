@@ -61,7 +61,7 @@ def all_gather_linear(
             copied, and the output is a view that is not contiguous.
         options: `interlace.Options`, or a mapping of them; `overlap=False` runs the serial Program.
         recipe: multiplies in FP8, and x travels in FP8 (docs/how-to/fp8.md). K, N are multiples
-            of 16. Of a scale for each tensor, x is saved in FP8 too.
+            of 16; x is saved in FP8 too.
 
     Gives [..., N] with the rows of all ranks. Backward gathers x anew for the gradients of weights,
     and scatters that of x, summed over the ranks. A Parameter that has a `GradAccumulator` gets its

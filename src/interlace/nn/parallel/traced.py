@@ -91,9 +91,7 @@ class TorchOperations:
     def amax(self, x: Tensor) -> Tensor:
         return run("amax", x)
 
-    def pack(
-        self, form: str, x: Tensor, amax: Tensor | None, recipe: Recipe, kind: torch.dtype
-    ) -> Any:
+    def pack(self, form: str, x: Tensor, amax: Tensor, recipe: Recipe, kind: torch.dtype) -> Any:
         return run(form, x, amax, recipe.power_of_two, recipe.traced_eps, kind)
 
     def pack_across(self, weight: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ from interlace.errors import (
     OptimizerError,
     ReplicaError,
     UnsupportedError,
+    refuse_removed,
 )
 from interlace.optim.adam.state import local
 from interlace.optim.bucket_runs import BucketExchange, BucketRuns, Write, all_reduced
@@ -66,7 +67,6 @@ from interlace.optim.layer_wise.update_plan import (
     planned,
     uncompiled,
 )
-from interlace.optim.loading import refuse_removed
 from interlace.optim.untraced import eager
 from interlace.options import Options
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from interlace.errors import OptimizerError
+from interlace.errors import OptimizerError, refuse_removed
 from interlace.optim.adam.state import KEPT, fit
 from interlace.optim.adamw import AdamW, own_options
-from interlace.optim.loading import KeepsStates, refuse_removed
+from interlace.optim.loading import KeepsStates
 from interlace.optim.muon.newton_schulz import coefficients, flops
 from interlace.optim.muon.routing import explain_groups
 from interlace.optim.muon.update import (
