@@ -16,7 +16,7 @@ Note [FP8 layers]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
@@ -26,7 +26,7 @@ from interlace.float8.recipe import Recipe
 class Matrix(Protocol):
     """A matrix or a vector: a tensor, or a handle of a Program's buffer."""
 
-    def t(self) -> Any:
+    def t(self) -> Self:
         """The transpose of a matrix, which costs nothing."""
 
 

@@ -54,7 +54,7 @@ def traced(
     group: dist.ProcessGroup,
     recipe: Recipe | None,
     count: int,
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor | None],
 ) -> tuple[Tensor, ...]:
     """The outputs [rows, N] of x [rows, K], of `count` weights, and of as many biases."""
     return Traced.apply(collective, (group.group_name, group.size()), recipe, count, *tensors)
