@@ -118,6 +118,8 @@ class Adam(KeepsStates):
                 loss = closure()
         params = [param for group in self.param_groups for param in group["params"]]
         grads = arrived(params)
+        if all(grad is None for grad in grads):  # to look at Parameters may wait for their gathers
+            return loss
         if self._plan is None or not self._plan.holds(self, params, grads):
             self._forget()
             self._plan = StepPlan(self, params, grads)
