@@ -104,7 +104,7 @@ def _source(
         **dict.fromkeys(("width", "width_t", "width_by"), "i32"),
         **{"stride": "i64", "eps": "fp32"},
     }
-    known: dict[str, Any] = {}
+    known: dict[str, bool] = {}
     if dtype is not None:
         bf16 = dtype == torch.bfloat16
         types["x"], known["BF16"] = "*i16" if bf16 else "*" + ELEMENTS[dtype], bf16

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from interlace.float8.operators import again, run, unseen
 from interlace.float8.quantization import check_device
 from interlace.float8.recipe import E4M3, Recipe, keeps_transposes
 
+T = TypeVar("T", Tensor, Tensor | None)
 Packed = tuple[Tensor, Tensor | None]
 """Packed rows of a weight [N, K], and those of its transpose."""
 Keep = dict[tuple[torch.dtype, bool], tuple[Tensor, int, Packed]]
@@ -135,7 +136,7 @@ def _linear(
     kind, own = x.device.type, weight
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        x, weight, bias = (_cast(tensor, dtype) for tensor in (x, weight, bias))
+        x, weight, bias = _cast(x, dtype), _cast(weight, dtype), _cast(bias, dtype)
     _check(x, weight, bias)
     with torch.autocast(kind, enabled=False):
         kept = None
@@ -159,7 +160,7 @@ def _unchanged(weight: Tensor, before: Tensor, version: int) -> bool:
     return same and weight._version == version
 
 
-def _cast(tensor: Any, dtype: torch.dtype) -> Any:
+def _cast(tensor: T, dtype: torch.dtype) -> T:
     """As autocast does for `F.linear`: float64 stays, and what does not float."""
     if tensor is None or tensor.dtype == torch.float64 or not tensor.is_floating_point():
         return tensor
