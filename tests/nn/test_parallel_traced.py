@@ -159,17 +159,18 @@ def test_other_backends_break_their_graph(pool: Pool, seed: int) -> None:
 
 
 def without_gradients(seed: int) -> list[str]:
-    """What differs in a graph where nothing wants a gradient, of one weight and of two."""
+    """What differs in a graph where nothing wants a gradient, of one weight and of two; every
+    second kind in FP8, which ones the seed says."""
     wrong: list[str] = []
-    for kind in KINDS:
-        for name, recipe in (("none", None), ("shard", Recipe())):
-            given, call = drawn(kind, seed), functools.partial(layer, kind, recipe=recipe)
-            torch.compiler.reset()
-            with torch.no_grad():
-                want = call(given)
-                found = torch.compile(call, backend=backend, fullgraph=True, options=OPTIONS)(given)
-            if not all(map(torch.equal, found, want)):
-                wrong.append(f"{kind} {name}")
+    for i, kind in enumerate(KINDS):
+        recipe = Recipe() if (seed + i) % 2 else None
+        given, call = drawn(kind, seed), functools.partial(layer, kind, recipe=recipe)
+        torch.compiler.reset()
+        with torch.no_grad():
+            want = call(given)
+            found = torch.compile(call, backend=backend, fullgraph=True, options=OPTIONS)(given)
+        if not all(map(torch.equal, found, want)):
+            wrong.append(f"{kind} {recipe}")
     return wrong
 
 
