@@ -55,7 +55,7 @@ def work(settings: OverlapSettings, ranks: Ranks, tell: Tell) -> Row | None:
     machine = machine_for(Options(calibration=whole(settings.calibration)), ranks.device.type)
     common["calibrated"] = "yes" if machine.host or settings.calibration else "no"
     roof = best_copy(ranks, ROOF_SIZES if ranks.cuda else (1 << 20,))
-    bandwidth = math.nan if roof is None else roof.bandwidth
+    bandwidth = math.nan if roof is None else roof.nbytes / roof.seconds
     smallest = {case.op: min(c.m * c.k * c.n for c in cases if c.op == case.op) for case in cases}
     measured: dict[int, list[Row]] = {}
     skipped: list[str] = []
