@@ -234,8 +234,6 @@ def _float8_gain(row: Row, variants: Variants) -> float:
 
 # -- all -----------------------------------------------------------------------------------------
 
-PEAK = "<= 1.01"
-"""Peak memory over the synchronous version's: on CPUs it is of the process, in pages."""
 CASES = {
     "overlap": ("strategy", "op", "m", "k", "n", "dtype", "mode"),
     "kernels": ("way", "op", "shape", "dtype", "does"),
@@ -308,7 +306,7 @@ BARS: dict[str, Sequence[Bar]] = {
         Bar("exposed of all gathers", "<= 0.05", _columns(way="overlap"), _column("exposed_share")),
         Bar(
             "peak memory over the synchronous",
-            PEAK,
+            "<= 1.01",
             _columns(way="overlap"),
             _over("synchronous", "peak_bytes"),
         ),

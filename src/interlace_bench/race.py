@@ -18,16 +18,13 @@ percentile.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
 import random
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -484,31 +481,18 @@ def time_in_turn(ranks: Ranks, racers: Sequence[Racer], seconds: float) -> None:
 
 
 def held(ranks: Ranks) -> float:
-    """Bytes that are in use: on a GPU by tensors, and by others than torch's allocator (memory of
-    peers, NCCL's buffers); on a CPU by the whole process."""
+    """Bytes of the GPU that are in use: by tensors, and by others than torch's allocator (memory of
+    peers, NCCL's buffers)."""
     free(ranks)
-    if not ranks.cuda:
-        ctypes.CDLL(None).malloc_trim(0)
-        return _status("VmRSS")
     torch.cuda.synchronize()
     unused, total = torch.cuda.mem_get_info()
     return total - unused - torch.cuda.memory_reserved() + torch.cuda.memory_allocated()
 
 
 def peak(ranks: Ranks, launch: Callable[[], Any]) -> float:
-    """Most bytes that are in use while something is launched."""
-    before = held(ranks)
-    if not ranks.cuda:
-        Path("/proc/self/clear_refs").write_text("5")
-        launch()
-        return _status("VmHWM")
-    allocated = torch.cuda.memory_allocated()
+    """Most bytes of the GPU that are in use while something is launched."""
+    before, allocated = held(ranks), torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     launch()
     torch.cuda.synchronize()
     return before + torch.cuda.max_memory_allocated() - allocated
-
-
-def _status(name: str) -> float:
-    found = re.search(rf"^{name}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return float(found[1]) * 1024 if found else math.nan

@@ -15,7 +15,6 @@ Note [Repeatable gradients]
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import math
 from collections.abc import Callable
@@ -30,13 +29,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from interlace.demo.model import Block
-from interlace.errors import OptionError
 from interlace.launch import Report, Tell
 from interlace.optim import LayerWise, Muon, muon_groups
 from interlace.options import Options
 from interlace_bench.kernels.case import needed, relative
 from interlace_bench.layers.models import LayerDims
-from interlace_bench.optimizer.link import slow_all_reduce, slow_link
 from interlace_bench.race import (
     Opened,
     Racer,
@@ -72,9 +69,6 @@ summed in another order, which the iteration in bfloat16 amplifies."""
 LAUNCHES = (2, 4)
 """Steps of a burst."""
 ROUNDS = (3, 25)
-M_MMAP_THRESHOLD, SMALL, LARGE = -3, 1 << 16, 1 << 25
-"""`mallopt`'s parameter for the bytes from which memory has pages of its own, which go when it is
-freed; two values. Unless it is set, glibc raises it as it likes, and freed memory may stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +141,7 @@ class OptimizerVariants:
         self.settings, self.ranks = settings, ranks
         draw = torch.Generator().manual_seed(1 + ranks.me)
         self.model = settings.model or ("llama3-8b" if ranks.cuda else "small")
-        self.size, self.bandwidth = SIZES[self.model], settings.link * 1e9
+        self.size = SIZES[self.model]
         shape = (NUM_INPUTS, 2, self.size.batch, self.size.sequence)
         tokens = torch.randint(self.size.vocabulary, shape, generator=draw).to(ranks.device)
         self.sets = [(each[0], each[1]) for each in tokens]
@@ -169,7 +163,8 @@ class OptimizerVariants:
             for given in self.sets:
                 racer.run(*given)
 
-        racer.figures["peak_bytes"] = peak(self.ranks, launches) - self._before
+        if self.ranks.cuda:
+            racer.figures["peak_bytes"] = peak(self.ranks, launches) - self._before
         # Where the next variant fails, the teams are reset, and peers that are still in this one
         # would hear of that.
         self._trained[racer.variant.name].end()
@@ -177,14 +172,14 @@ class OptimizerVariants:
 
     def time(self, ready: list[Racer]) -> None:
         """Times the variants, and notes what their launches waited for."""
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE)
         race(self.ranks, ready, self.settings.seconds, ROUNDS, LAUNCHES)
         for racer in ready:
             racer.figures["waited_s"] = median(self.waits[racer.variant.name])
 
     @sdpa_kernel(SDPBackend.MATH)  # see Note [Repeatable gradients]
     def _opened(self, name: str) -> Opened:
-        self._before = held(self.ranks)
+        if self.ranks.cuda:
+            self._before = held(self.ranks)
         model = self._model()
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         others = {"torch-ddp": self._ddp, "torchtitan": self._titan}
@@ -246,15 +241,14 @@ class OptimizerVariants:
     def _ours(self, name: str, model: Llama) -> ModelUnderTraining:
         adamw = {"lr": RATE, "stochastic_rounding": False}  # the same bits in any buckets
         muon = Muon(muon_groups(model), lr=RATE, adamw=adamw)
-        with slow_link(self.bandwidth):
-            optimizer = LayerWise(
-                muon,
-                model,
-                self._mesh(),
-                bucket_bytes=self.size.bucket_bytes,
-                main_grad_dtype=None,
-                **OURS[name],
-            )
+        optimizer = LayerWise(
+            muon,
+            model,
+            self._mesh(),
+            bucket_bytes=self.size.bucket_bytes,
+            main_grad_dtype=None,
+            **OURS[name],
+        )
         if name == "no-gather":
             weights: Any = optimizer._weights
             weights.start = lambda *_, **__: None
@@ -279,8 +273,6 @@ class OptimizerVariants:
         ddp: Any = DistributedDataParallel(
             model, device_ids=[self.ranks.device] if self.ranks.cuda else None
         )
-        if self.bandwidth:
-            ddp.register_comm_hook(None, slow_all_reduce(self.bandwidth))
         muon = torch.optim.Muon(matrices, lr=RATE)
         return _stepped(ddp, muon, torch.optim.AdamW(others, lr=RATE, weight_decay=0.0))
 
@@ -326,11 +318,8 @@ def _stepped(module: nn.Module, *optimizers: torch.optim.Optimizer) -> ModelUnde
 
 def work(settings: OptimizerSettings, ranks: Ranks, tell: Tell) -> Report | None:
     """Races the variants; rank 0 gets the report."""
-    if settings.link and ranks.cuda:
-        raise OptionError("--link is for ranks on CPUs: GPUs have the link that they have")
     trained = OptimizerVariants(settings, ranks)
     variants = [trained.variant(name) for name in settings.names]
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, SMALL)
     first = prepare(ranks, variants[0])
     also(ranks, first, trained.measure)
     close([first])  # what stays from a first one is nobody's
@@ -363,7 +352,6 @@ def _rows(trained: OptimizerVariants, racers: dict[str, Racer]) -> list[Row]:
             "model": trained.model,
             **{each: getattr(size, each) for each in ("layers", "batch", "sequence", "dtype")},
             "bucket_bytes": size.bucket_bytes,
-            "link_gbs": trained.settings.link or math.nan,
             "world": ranks.size,
             "device": ranks.device.type,
             "way": name,
