@@ -4,9 +4,8 @@
 
 A launch is the optimizer's step and then a forward and a backward, so that the gathers of a launch
 end in it. All variants train in turn, in one process group, from the same weights; of ours each has
-a bit-equal twin. On a CPU what is exposed of the gathers is the time for which modules waited for
-them; on GPUs, where nobody waits, what a step takes beyond one without any gather. The synchronous
-variant hides nothing, so its figure is that of all gathers.
+a bit-equal twin. What is exposed of the gathers is what a step takes beyond one without any gather.
+The synchronous variant hides nothing, so its figure is that of all gathers.
 
 Note [Repeatable gradients]
     Bits are compared with attention by torch's plain operators: the backward of the fused kernels
@@ -42,7 +41,6 @@ from interlace_bench.race import (
     close,
     free,
     held,
-    median,
     peak,
     prepare,
     race,
@@ -86,7 +84,6 @@ class ModelSize:
 
 SIZES = {
     "tiny": ModelSize(LayerDims(32, 2, 1, 64), 96, 2, 2, 16, "f32", 1 << 14),
-    "small": ModelSize(LayerDims(256, 4, 2, 768), 2048, 12, 4, 128, "f32", 4 << 20),
     "llama3-8b": ModelSize(LayerDims(4096, 32, 8, 14336), 32768, 4, 1, 4096, "bf16", 64 << 20),
 }
 
@@ -120,8 +117,6 @@ class ModelUnderTraining:
     end: Callable[[], Any] = lambda: None
     """Completes what is in flight."""
     close: Callable[[], Any] = lambda: None
-    waited: Callable[[], float] = lambda: math.nan
-    """Seconds for which modules have waited for gathers."""
 
     def run(self, tokens: Tensor, target: Tensor) -> None:
         """A launch; there are gradients before it."""
@@ -140,12 +135,11 @@ class OptimizerVariants:
     def __init__(self, settings: OptimizerSettings, ranks: Ranks) -> None:
         self.settings, self.ranks = settings, ranks
         draw = torch.Generator().manual_seed(1 + ranks.me)
-        self.model = settings.model or ("llama3-8b" if ranks.cuda else "small")
+        self.model = settings.model or ("llama3-8b" if ranks.cuda else "tiny")
         self.size = SIZES[self.model]
         shape = (NUM_INPUTS, 2, self.size.batch, self.size.sequence)
         tokens = torch.randint(self.size.vocabulary, shape, generator=draw).to(ranks.device)
         self.sets = [(each[0], each[1]) for each in tokens]
-        self.waits: dict[str, list[float]] = {}
         self._trained: dict[str, ModelUnderTraining] = {}
         self._before = math.nan
         self._first: dict[str, Tensor] = {}
@@ -168,13 +162,10 @@ class OptimizerVariants:
         # Where the next variant fails, the teams are reset, and peers that are still in this one
         # would hear of that.
         self._trained[racer.variant.name].end()
-        self.waits[racer.variant.name].clear()
 
     def time(self, ready: list[Racer]) -> None:
-        """Times the variants, and notes what their launches waited for."""
+        """Times the variants."""
         race(self.ranks, ready, self.settings.seconds, ROUNDS, LAUNCHES)
-        for racer in ready:
-            racer.figures["waited_s"] = median(self.waits[racer.variant.name])
 
     @sdpa_kernel(SDPBackend.MATH)  # see Note [Repeatable gradients]
     def _opened(self, name: str) -> Opened:
@@ -185,13 +176,7 @@ class OptimizerVariants:
         others = {"torch-ddp": self._ddp, "torchtitan": self._titan}
         trained = others[name](model) if name in others else self._ours(name, model)
         self._trained[name] = trained
-        waits = self.waits[name] = []
         trained.backward(*self.sets[0])
-
-        def run(tokens: Tensor, target: Tensor) -> None:
-            start = trained.waited()
-            trained.run(tokens, target)
-            waits.append(trained.waited() - start)
 
         @sdpa_kernel(SDPBackend.MATH)
         def off() -> float:
@@ -204,7 +189,7 @@ class OptimizerVariants:
             trained.backward(*self.sets[0])
             return found
 
-        return Opened(run, off)
+        return Opened(trained.run, off)
 
     def _off(self, name: str, model: Llama, before: dict[str, Tensor]) -> float:
         """0 where a variant of ours has the bits of the first; how far off torch's is, in FAR. Of
@@ -259,14 +244,7 @@ class OptimizerVariants:
                 reducer.finish()
             optimizer.synchronize()
 
-        return ModelUnderTraining(
-            model,
-            optimizer.step,
-            optimizer.zero_grad,
-            end,
-            optimizer.close,
-            lambda: optimizer.waited_s,
-        )
+        return ModelUnderTraining(model, optimizer.step, optimizer.zero_grad, end, optimizer.close)
 
     def _ddp(self, model: Llama) -> ModelUnderTraining:
         matrices, others = _parted(model)
@@ -335,18 +313,11 @@ def work(settings: OptimizerSettings, ranks: Ranks, tell: Tell) -> Report | None
 
 
 def _rows(trained: OptimizerVariants, racers: dict[str, Racer]) -> list[Row]:
-    """The rows; of waits and memory the greatest of all ranks'."""
+    """The rows; of memory the greatest of all ranks'."""
     ranks, size = trained.ranks, trained.size
     common = facts(ranks.device.type, trained.settings.commit)
     none = racers["no-gather"].median if "no-gather" in racers else math.nan
-
-    def exposed(name: str) -> float:
-        racer = racers.get(name)
-        if racer is None:
-            return math.nan
-        return racer.median - none if ranks.cuda else racer.figures.get("waited_s", math.nan)
-
-    gather = exposed("synchronous")
+    gather = racers["synchronous"].median - none if "synchronous" in racers else math.nan
     return [
         {
             "model": trained.model,
@@ -357,9 +328,9 @@ def _rows(trained: OptimizerVariants, racers: dict[str, Racer]) -> list[Row]:
             "way": name,
             "step_ms": racer.median * 1e3,
             "p90_ms": racer.columns("p90_us")["p90_us"] / 1e3,
-            "exposed_ms": exposed(name) * 1e3,
+            "exposed_ms": (racer.median - none) * 1e3,
             "gather_ms": gather * 1e3,
-            "exposed_share": exposed(name) / gather,
+            "exposed_share": (racer.median - none) / gather,
             "over_no_gather": racer.median / none,
             **racer.columns("peak_bytes", "off", "rounds", "sm_mhz", "error"),
             **common,

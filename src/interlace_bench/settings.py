@@ -185,8 +185,8 @@ class OptimizerSettings(RaceSettings):
 
     name, known = "optimizer", OPTIMIZERS
     model: Annotated[
-        Literal["llama3-8b", "small", "tiny"] | None,
-        typer.Option(help="Default: small on CPUs, llama3-8b on GPUs."),
+        Literal["llama3-8b", "tiny"] | None,
+        typer.Option(help="Default: tiny on CPUs, llama3-8b on GPUs."),
     ] = None
     check: Bars = False
     world: World = None

@@ -30,11 +30,7 @@ from interlace.demo.train import registered
 from interlace.errors import OptionError
 from interlace.frontend.compile import Compiled
 from interlace.launch import Tell
-from interlace_bench.layers.models import (
-    LayerDims,
-    default_dtype,
-    parallelized,
-)
+from interlace_bench.layers.models import LayerDims, parallelized
 from interlace_bench.race import (
     Opened,
     Variant,
@@ -106,9 +102,9 @@ def make(step: str, sizes: StepSizes, mesh: DeviceMesh, ranks: Ranks) -> nn.Modu
             whole = parallelized(sizes.dims, 1, sizes.prefill, dtype, mesh)
             return whole.requires_grad_(False)
         torch.manual_seed(0)
-        with default_dtype(dtype):
-            layer = Block(sizes.dims)
-            layer.attention = CachedAttention(sizes, ranks.size)
+        layer = Block(sizes.dims)
+        layer.attention = CachedAttention(sizes, ranks.size)
+    layer.to(dtype)
     parallelize_module(layer, mesh, block_plan(Replicate()))
     return layer.requires_grad_(False)
 
