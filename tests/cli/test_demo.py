@@ -96,7 +96,6 @@ def test_the_programs_written_are_the_ones_proved(demo: tuple[dict[str, Any], Pa
             assert len(program.ops) == graph["ops"]
             assert list(program.streams()) == graph["streams"]
             assert len(program.streams()) > 1
-        assert command("check", str(path)).returncode == 0
 
 
 def test_overlap_is_measured(demo: tuple[dict[str, Any], Path]) -> None:
