@@ -52,14 +52,13 @@ def test_the_report_of_rank_0_comes_back() -> None:
         ),
         (("wait", "exit"), errors.PeerError, "rank 1 of the demo ended with code 7"),
         (("wait", "team"), errors.TeamError, "rank 1: team said"),
-        (("peer", "team"), errors.TeamError, "rank 1: team said"),
         pytest.param(
             *(("wait", "foreign"), errors.PeerError),
             "rank 1 of the demo raised ValueError: foreign",
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["dies", "first-dies", "exits", "ours", "cause-before-echo", "foreign"],
+    ids=["dies", "first-dies", "exits", "ours", "foreign"],
 )
 def test_a_failing_rank_is_named_and_all_are_ended(
     does: tuple[str, ...], kind: type[Exception], told: str
