@@ -30,7 +30,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from socket import create_server
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from interlace import errors
 from interlace.errors import BackendError, CommTimeoutError, InterlaceError, PeerError, TeamError
@@ -40,8 +40,9 @@ if TYPE_CHECKING:
     import torch
 
 Report = dict[str, Any]
-Tell = Callable[[dict[str, Any]], None]
-Work = Callable[[Any, Tell], Report | None]
+Tell = Callable[[Report], None]
+Settings = TypeVar("Settings")
+Work = Callable[[Settings, Tell], Report | None]
 """Function that each rank runs on the settings and a `Tell`; it and the settings are pickled."""
 
 STRICT = "AVX512,STRICT"
@@ -54,7 +55,7 @@ FAILED, ORPHANED = 3, 4
 
 
 def launch(
-    work: Work, settings: Any, world: int, hear: Tell, timeout_s: float, what: str
+    work: Work[Settings], settings: Settings, world: int, hear: Tell, timeout_s: float, what: str
 ) -> Report:
     """Rank 0's result of `work(settings, tell)`, which all ranks do; `hear` gets what it tells.
 
@@ -154,7 +155,9 @@ def has_avx512() -> bool:
     return False
 
 
-def _serve(rank: int, work: Work, settings: Any, world: int, port: int, logs: str) -> None:
+def _serve(
+    rank: int, work: Work[Settings], settings: Settings, world: int, port: int, logs: str
+) -> None:
     """Does `work` as one rank that `launch` started, and tells how it went."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     log = os.open(f"{logs}/{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -170,7 +173,7 @@ def _serve(rank: int, work: Work, settings: Any, world: int, port: int, logs: st
     torch.set_num_threads(_threads(world))
     store = TCPStore("127.0.0.1", port, is_master=False)
 
-    def tell(event: dict[str, Any]) -> None:
+    def tell(event: Report) -> None:
         if rank == 0 or event["event"] == "error":
             number = store.add("launch/told", 1)
             store.set(f"launch/{number}", json.dumps({**event, "rank": rank}))
