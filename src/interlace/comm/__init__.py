@@ -28,7 +28,6 @@ from interlace.comm.resets import num_resets
 from interlace.comm.teams import (
     TeamComm,
     attending,
-    known_teams,
     release_teams,
     team_of,
 )

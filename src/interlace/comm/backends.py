@@ -58,6 +58,8 @@ class Backend(Protocol):
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> dist.Work: ...
 
+    def barrier(self) -> dist.Work: ...
+
 
 _CLASSES = {"gloo": "Gloo", "nccl": "NCCL", "ucc": "UCC"}
 MARGIN_S = 300.0
@@ -184,7 +186,8 @@ def apart(store: dist.Store, limit_s: float) -> dist.Store:
     stopped, or looks up names for longer."""
     if not can_open(SOCKET_FILES):
         return store
-    call, patience = Errand(lambda: store.clone()), Patience(limit_s)
+    call = Errand(lambda: store.clone())  # pyright: ignore  # its stub has none
+    patience = Patience(limit_s)
     asked: Errand[bool] | None = None
     while not call.is_back(LOOK_S):
         asked = asked or Errand(lambda: store.check(["interlace"]))
