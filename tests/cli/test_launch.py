@@ -44,13 +44,20 @@ def test_the_report_of_rank_0_comes_back() -> None:
 @pytest.mark.parametrize(
     ("does", "kind", "told"),
     [
-        (("wait", "die"), errors.PeerError, "rank 1 of the demo was killed by signal 9"),
+        (
+            *(("wait", "die"), errors.PeerError),
+            "rank 1 of the demo was killed by signal 9\n  the last words",
+        ),
         pytest.param(
             *(("die", "wait"), errors.PeerError),
             "rank 0 of the demo was killed by signal 9",
             marks=pytest.mark.slow,
         ),
-        (("wait", "exit"), errors.PeerError, "rank 1 of the demo ended with code 7"),
+        pytest.param(
+            *(("wait", "exit"), errors.PeerError),
+            "rank 1 of the demo ended with code 7",
+            marks=pytest.mark.slow,
+        ),
         (("wait", "team"), errors.TeamError, "rank 1: team said"),
         pytest.param(
             *(("wait", "foreign"), errors.PeerError),
@@ -68,6 +75,7 @@ def test_a_failing_rank_is_named_and_all_are_ended(
     assert told in str(result)
 
 
+@pytest.mark.slow
 def test_a_fork_server_of_the_user_is_left_alone(tmp_path: Path) -> None:
     """It would be the whole process's: with its environment, and with what it was told to load."""
     code = (
@@ -88,10 +96,6 @@ def test_a_fork_server_of_the_user_is_left_alone(tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout.strip() == "None ['json']", done.stderr
-
-
-def test_a_dead_rank_s_log_is_repeated() -> None:
-    assert "the last words" in str(run("wait", "die"))
 
 
 def test_time_out_ends_all() -> None:
