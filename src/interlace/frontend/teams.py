@@ -31,7 +31,7 @@ from interlace.comm.rendezvous.board import Note
 from interlace.comm.teams import group_of_mesh
 from interlace.errors import AgreementError, TeamError
 from interlace.ir import Team, Where
-from interlace.runtime.prepare.agreement import gather
+from interlace.runtime.prepare.agreement import gather  # also for wishes
 from interlace.torch_private import resolve_process_group
 
 Groups = tuple[tuple[int, ...], ...]
@@ -250,8 +250,8 @@ def consent_of_ranks(
     digest = hashlib.sha256(" ".join(places).encode()).hexdigest()[:16]
     own = {team.key: [i for i, of in enumerate(teams) if of is team] for team in {*teams}}
     told = {key: [digest, [agreed[i] for i in places_of]] for key, places_of in own.items()}
-    note: Note = {"step": "agree on", "name": what, "wishes": told}
-    entries = gather(note, sorted({*teams}, key=lambda team: team.key), limit)
+    met = sorted({*teams}, key=lambda team: team.key)
+    entries = gather({"step": "agree on", "name": what, "wishes": told}, met, limit)
     for rank, entry in sorted(entries.items()):
         for key in entry["wishes"].keys() & own.keys():
             graph, theirs = entry["wishes"][key]
