@@ -46,7 +46,7 @@ class Transfer:
         self.team, self.peer, self.sends = team, peer, sends
         self.carrier, self._tag = carrier, nth
         self.works: list[Started] = []
-        """What was started for this run."""
+        """Transfers that were started in this run."""
         self._ended: list[Started] = []
         """Works that have ended. One thread at a time waits, for gloo tells an end once."""
         self._turn = threading.Lock()
