@@ -125,7 +125,7 @@ def test_a_rank_that_compiles_and_one_that_prepares_are_told_apart(pool: Pool) -
     first, other = pool(2).run(compile_or_prepare)
     assert first == other
     assert first.startswith("AgreementError: ranks meet to do different things: rank 0 to choose ")
-    assert "rank 1 to prepare 'total'" in first
+    assert "rank 1 to prepare Program 'total'" in first
 
 
 class Block(torch.nn.Module):

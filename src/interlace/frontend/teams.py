@@ -241,22 +241,25 @@ def consent_of_ranks(
     subject of the agreement, for messages.
     """
     agreed = [wish for _, wish in wishes]
-    if not (dist.is_available() and dist.is_initialized()):
+    if not (wishes and dist.is_available() and dist.is_initialized()):
         return agreed
     groups = [_process_group(group) if isinstance(group, str) else group for group, _ in wishes]
     limit = limit_s(timeout_s, groups)
     teams = [team_of(group, "", limit) for group in groups]
     digest = hashlib.sha256(" ".join(places).encode()).hexdigest()[:16]
-    for team in sorted({*teams}, key=lambda team: team.key):  # in an order that all ranks share
-        mine = [i for i, own in enumerate(teams) if own is team]
-        told = {"graph": digest, "wishes": [agreed[i] for i in mine]}
-        for rank, note in zip(team.ranks, team.consult(what, told, limit), strict=True):
-            if (note["graph"], len(note["wishes"])) != (digest, len(mine)):
+    own = {team.key: [i for i, of in enumerate(teams) if of is team] for team in {*teams}}
+    told = {key: [digest, [agreed[i] for i in places_of]] for key, places_of in own.items()}
+    met = sorted({*teams}, key=lambda team: team.key)
+    entries = gather({"step": "agree on", "name": what, "wishes": told}, met, limit)
+    for rank, entry in sorted(entries.items()):
+        for key in entry["wishes"].keys() & own.keys():
+            graph, theirs = entry["wishes"][key]
+            if (graph, len(theirs)) != (digest, len(own[key])):
                 raise AgreementError(
-                    f"rank {rank} compiles another graph than rank {team.rank}, where ranks decide "
-                    f"{what}: compile the same model on every rank of a process group"
+                    f"rank {rank} compiles another graph than rank {dist.get_rank()}, where ranks "
+                    f"decide {what}: compile the same model on every rank of a process group"
                 )
-            for i, wish in zip(mine, note["wishes"], strict=True):
+            for i, wish in zip(own[key], theirs, strict=True):
                 agreed[i] = agreed[i] and wish
     return agreed
 
