@@ -28,7 +28,7 @@ from interlace.comm import TeamComm, limit_s, team_of
 from interlace.comm.resets import reset_in_turn
 from interlace.comm.teams import check_alive, check_process, check_size
 from interlace.cost import Timeline
-from interlace.errors import ExecutorError, InterlaceError, TeamError
+from interlace.errors import ExecutorError, TeamError
 from interlace.ir import Program, validate
 from interlace.ir.program import exchanged_sizes, lasting_sizes
 from interlace.ir.sizes import FIXED, settled
@@ -175,12 +175,6 @@ class Executor:
 
         Collective: every rank of the Program's teams calls it, in the same order for all Executors.
         """
-        try:
-            return self._prepare()
-        except InterlaceError as error:  # without frames of ours: its message says what happened
-            raise error.with_traceback(None) from error.__cause__
-
-    def _prepare(self) -> Executor:
         if self.engine is not None:
             return self
         self._check_open()
