@@ -143,6 +143,11 @@ class Op:
         """The ops that run one after another: the members of a Fused, else the op itself."""
         return (self,)
 
+    @property
+    def transfers(self) -> tuple[Op, ...]:
+        """The ops that begin and end together: the messages of a Group, else the op itself."""
+        return (self,)
+
 
 def views_in(arg: Arg) -> tuple[View, ...]:
     """The views in an argument, however deep."""
@@ -384,6 +389,10 @@ class Group(Op):
     ops: tuple[Send | Recv, ...] = field(
         metadata=written("member", rest=True, holds=Send | Recv, holding="sends and receives")
     )
+
+    @property
+    def transfers(self) -> tuple[Send | Recv, ...]:
+        return self.ops
 
     def reads(self) -> tuple[Access, ...]:
         return tuple(access for op in self.ops for access in op.reads())

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import compress
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -32,7 +32,7 @@ from interlace.errors import (
     SoundnessError,
     TeamError,
 )
-from interlace.ir import Arg, Call, Loc, Name, Program, View, parse, print_program
+from interlace.ir import Arg, Call, Loc, Name, Node, Program, View, parse, print_program
 from interlace.options import Options
 from interlace.runtime.prepare.registered import Registration
 from interlace.verify import Report, check
@@ -41,6 +41,7 @@ LATER_S = 0.5
 """Seconds that another rank may have begun later than this one: one that waits for a rank of
 another team then gives up first, and its verdict names that rank."""
 
+Step = TypeVar("Step", Call, Node)
 ALIKE = {"in_order": ("in order", "on its streams"), "graph": ("in CUDA graphs", "op by op")}
 """Options that all ranks have alike, with what a rank does where they are set, and where not."""
 
@@ -100,7 +101,7 @@ def skeleton(program: Program) -> Program:
             return View(arg.buffer) if arg.buffer in inputs else arg
         return arg if isinstance(arg, Name) else None
 
-    def strip(call: Any) -> Any:
+    def strip(call: Step) -> Step:
         kwargs = tuple((key, bare(value)) for key, value in call.kwargs)
         return replace(call, args=tuple(map(bare, call.args)), kwargs=kwargs)
 
