@@ -284,7 +284,7 @@ class CompiledGraph:
         return bound
 
     def _teams(self) -> Teams:
-        return Teams.of_torch(self.setting.meshes, self.setting.options.timeout_s)
+        return Teams.of_torch(self.setting.meshes)
 
     def _imported(
         self, args: Sequence[object] | None = None, sizes: Mapping[str, int] | None = None
