@@ -198,7 +198,7 @@ def test_a_text_that_does_not_fit_is_refused_on_all_ranks(pool: Pool, tmp_path: 
         assert told["on_one_rank"].startswith(kind)
         assert "result 1: f32[8, 8] in the file, f32[4, 8] in the graph" in told["on_one_rank"]
         assert told["other_texts"].startswith("AgreementError: rank ")
-        assert "has another text of forward-" in told["other_texts"]
+        assert "different texts: rank 0 has forward-" in told["other_texts"]
 
 
 def of_other_models(folder: Path) -> list[str]:

@@ -113,13 +113,12 @@ class Compilation:
 
     def compilers(self) -> dict[str, Any]:
         """The keyword arguments that AOTAutograd takes."""
-        options, elsewhere = self.setting.options, self.setting.elsewhere
+        options = self.setting.options
         try:
-            machine = elsewhere or shared_machine(options, self.setting.device)
+            machine = shared_machine(options, self.setting.device)
         except CalibrationError:  # all ranks are told as they bind
             machine = None
-        alone, known = elsewhere is not None, self.setting.places
-        cut = Partition(options.regather, machine, options.timeout_s, alone, known)
+        cut = Partition(options.regather, machine, options.timeout_s, self.setting.places)
         return {
             "fw_compiler": lambda gm, _: self._compiled_graph("forward", gm),
             "bw_compiler": lambda gm, _: self._compiled_graph("backward", gm),
@@ -281,7 +280,7 @@ def compiling() -> Iterator[None]:
 
     Note [Generator states are tensors]: on CUDA torch saves the state of recomputed dropout in
     generators that it hands in as arguments, for its own CUDA graphs. A Program saves it as a small
-    tensor, on every device alike (`interlace.frontend.importing.lowerings`).
+    tensor, on every device alike (`interlace.frontend.importing.normalise`).
     """
     settings = functorch_config.patch(
         force_non_lazy_backward_lowering=True, graphsafe_rng_functionalization=False

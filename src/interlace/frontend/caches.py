@@ -97,11 +97,11 @@ class Shelf(BoundedCache[Bound]):
         self.last: tuple[Hashable, Bound, Mapping[str, int] | None] | None = None
         """The one that was called last, with its signature, and what TorchDynamo's symbols were."""
 
-    def fitting(self, values: Mapping[str, int]) -> Bound | None:
+    def fitting(self, symbols: Mapping[str, int]) -> Bound | None:
         """A bound Program for a class of sizes with these values of TorchDynamo's symbols."""
         with self._lock:
             for key, bound in self._items.items():
-                if bound.imported.symbols and bound.fits(values):
+                if bound.imported.symbols and bound.fits(symbols):
                     return self.get(key)
         return None
 

@@ -200,7 +200,8 @@ def _one(bound: Bound, why: bool) -> str:
     sizes = f" where {bound.executor.sizes}" if bound.executor.sizes.sizes else ""
     found = candidates(bound.serial, bound.executor.options, bound.machine)
     lines = _sites(program, why, bound.measured, found)
-    lines += [f"  sizes: {told}" for told in bound.about_sizes]
+    if bound.why_single:
+        lines.append(f"  sizes: for these sizes alone: {bound.why_single}")
     return "\n".join([f"{_head(bound.kind, program.sites, why)}, {verdict}{sizes}", *lines])
 
 

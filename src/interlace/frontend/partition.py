@@ -65,8 +65,6 @@ class Partition:
     machine: Machine | None = None
     timeout_s: float | None = None
     """Seconds that ranks wait for one another to decide alike; None: as process groups do."""
-    alone: bool = False
-    """True if no peer can be asked: all are taken to decide as this rank does."""
     places: KnownPlaces = field(default_factory=KnownPlaces, compare=False)
 
     def __call__(
@@ -95,7 +93,7 @@ class Partition:
                 if needed and not any("recompute" in other.meta for other in moved):
                     found.append((node, moved))
         wanted = [self._wanted(node, moved) for node, moved in found]
-        if found and not self.alone:  # also where the option of this rank says what to do
+        if found:  # also where the option of this rank says what to do
             places = [location(node).module for node, _ in found]
             wishes = [(group_of(node), wish) for (node, _), wish in zip(found, wanted, strict=True)]
             wanted = self.places.decided(

@@ -34,7 +34,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from interlace.errors import TeamError, UnsupportedError
 from interlace.frontend.calling.call_key import tensors_of
-from interlace.frontend.calling.leftovers import path_to
 from interlace.frontend.importing.nodes import MODULE_KEY, flatten, raised_at, users_line
 from interlace.torch_private import (
     DataDependentOutputException,
@@ -205,24 +204,18 @@ def mark_checkpoints(graph: fx.Graph) -> None:
 # -- refusals --------------------------------------------------------------------------------------
 
 
-def unreached(name: str, which: Sequence[str] = ()) -> UnsupportedError:
+def unreached(name: str) -> UnsupportedError:
     """The error for a tensor that is neither an argument nor known to be held by the module."""
-    known = f" ({', '.join(filter(None, which))})" if any(which) else ""
     return UnsupportedError(
-        f"{name} uses a tensor that is not among its arguments, parameters and buffers{known}: "
-        "pass it as an argument, register it (register_buffer), or use "
+        f"{name} uses a tensor that is not among its arguments, parameters and buffers: pass it as "
+        "an argument, register it (register_buffer), or use "
         'torch.compile(module, backend="interlace")'
     )
 
 
 class Watch(TorchFunctionMode):
     """Ends a trace before anything is done to a tensor of which it knows nothing: torch ends it
-    only where such a tensor meets another, and would write this one, or take it for a constant.
-    `objects` are those that may hold it, by name."""
-
-    def __init__(self, objects: Mapping[str, object]) -> None:
-        super().__init__()
-        self._objects = objects
+    only where such a tensor meets another, and would write this one, or take it for a constant."""
 
     def __torch_function__(
         self,
@@ -233,9 +226,9 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         given = (*args, *(kwargs or {}).values())
         reads = getattr(func, "__name__", "") == "__get__"  # an attribute: sizes and the like
-        if not reads and (real := next(filter(_is_real, flatten(given)), None)) is not None:
+        if not reads and any(map(_is_real, flatten(given))):
             line = users_line(traceback.extract_stack())
-            raise unreached(str(func), (path_to(real, self._objects), line and f"at {line}"))
+            raise unreached(f"{func}{f' at {line}' if line else ''}")
         return func(*args, **(kwargs or {}))
 
 
