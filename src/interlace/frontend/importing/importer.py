@@ -2,12 +2,12 @@
 
     imported = import_graph(gm, name="forward", teams=teams)
     print(imported.program)
-    results = executor.run(imported.gather(args))
-    outputs = imported.scatter(results, args)
+    results = executor.run(imported.to_inputs(args))
+    outputs = imported.to_outputs(results, args)
 
 Compute nodes become Calls that make their own results; aten view operators become steps of Views
 and cost nothing; functional collectives become Collectives into fresh buffers, and `wait_tensor`
-vanishes (a serial Program needs no wait). `lowerings.py` rewrites what has several spellings to
+vanishes (a serial Program needs no wait). `normalise.py` rewrites what has several spellings to
 one, `inplace.py` puts updates of inputs back in place. What cannot be lowered is an
 `UnsupportedError`.
 """
@@ -26,9 +26,8 @@ from torch import fx
 
 from interlace.errors import ProgramError, SizeError, UnsupportedError
 from interlace.frontend.calling.arguments import Fixed, Imported, Opaque
-from interlace.frontend.importing.collectives import COLLECTIVES
+from interlace.frontend.importing.collectives import COLLECTIVES, refuse
 from interlace.frontend.importing.inplace import InPlace
-from interlace.frontend.importing.lowerings import LOWERINGS
 from interlace.frontend.importing.nodes import (
     aliases,
     awaited,
@@ -46,6 +45,7 @@ from interlace.frontend.importing.nodes import (
     output_nodes,
     parameter_name,
 )
+from interlace.frontend.importing.normalise import NORMALISERS
 from interlace.frontend.importing.symbols import size_class, size_of, sizes_of
 from interlace.frontend.importing.types import (
     NOWHERE,
@@ -89,7 +89,7 @@ Value = Any
 """Value of a node: a View, a scalar, None, an `Opaque`, or a tuple of these."""
 
 
-Lowering = Callable[["Importer", fx.Node, Args], Value]
+Normaliser = Callable[["Importer", fx.Node, Args], Value]
 """Makes a value of a node and its bound arguments."""
 
 
@@ -98,7 +98,7 @@ TAKEN = {"rng", "main", "comm", "inf", "nan", *(str(dtype) for dtype in DType)}
 
 
 class Importer:
-    """Walks a graph once, in order; lowerings call its methods."""
+    """Walks a graph once, in order; normalisers call its methods."""
 
     def __init__(
         self,
@@ -111,7 +111,6 @@ class Importer:
         self.gm = gm
         self.program_name = name
         self.teams = teams
-        self.lowerings: Mapping[str, Lowering] = {**LOWERINGS, **COLLECTIVES}
         self.recorded = values
         self.labels = labels
         self.device = self._main_device()
@@ -121,7 +120,7 @@ class Importer:
         self.host: set[str] = set()
         """Buffers that stay on the CPU in a graph on a GPU."""
         self._names: dict[str, int] = dict.fromkeys(TAKEN, 0)
-        self.values: dict[fx.Node, Value] = {}
+        self.converted: dict[fx.Node, Value] = {}
         self.params: list[Buffer] = []
         self.inputs: list[int] = []
         self.constants: list[torch.Tensor] = []
@@ -147,12 +146,12 @@ class Importer:
         for node in self.gm.graph.nodes:
             self.loc = location(node)
             if node.op == "placeholder":
-                self.values[node] = self._parameter(node, position)
+                self.converted[node] = self._parameter(node, position)
                 position += 1
             elif node.op == "output":
                 outputs = [self._output(item) for item in flatten(node.args[0])]
             elif node in live and node not in self.in_place.absorbed:
-                self.values[node] = self._lower(node)
+                self.converted[node] = self._convert(node)
         results = [value for value in outputs if not isinstance(value, Opaque | Fixed)]
         index = iter(range(len(results)))
         places = [value if isinstance(value, Opaque | Fixed) else next(index) for value in outputs]
@@ -205,7 +204,7 @@ class Importer:
     def arg(self, value: object) -> Any:
         """An argument of a node as a Program spells it."""
         if isinstance(value, fx.Node):
-            return self.values[value]
+            return self.converted[value]
         if isinstance(value, list | tuple):
             return tuple(self.arg(item) for item in value)
         if isinstance(value, torch.SymInt):
@@ -294,7 +293,7 @@ class Importer:
         self.constant_params.append(buffer)
         return self.declare(buffer, tensor)
 
-    def _lower(self, node: fx.Node) -> Value:
+    def _convert(self, node: fx.Node) -> Value:
         if node.op == "get_attr":
             return self._constant(node)
         if node.op != "call_function":
@@ -313,9 +312,11 @@ class Importer:
         name = str(node.target)
         if name in SAME_DTYPES:
             self._refuse_mixed(node)
-        lowering = self.lowerings.get(name)
-        if lowering is not None:
-            return lowering(self, node, bound(node))
+        normaliser = NORMALISERS.get(name) or COLLECTIVES.get(name)
+        if normaliser is None and name.startswith("_c10d_functional"):
+            normaliser = refuse
+        if normaliser is not None:
+            return normaliser(self, node, bound(node))
         if not isinstance(node.target, OpOverload):
             raise self.unsupported(node, *_opaque(node, name))
         if name in SPLITS:
@@ -332,23 +333,14 @@ class Importer:
 
     def _refuse_mixed(self, node: fx.Node) -> None:
         """Eager refuses operands of several dtypes; a trace on fake tensors does not."""
-        operands = [(n, self.value(n)) for n in node.all_input_nodes]
-        floats = [(n, x) for n, x in operands if isinstance(x, torch.Tensor)]
-        if len({x.dtype for _, x in floats}) > 1:
-            told = ", ".join(f"{self._operand(n)} is {x.dtype}" for n, x in floats)
+        operands = map(self.value, node.all_input_nodes)
+        dtypes = dict.fromkeys(str(x.dtype) for x in operands if isinstance(x, torch.Tensor))
+        if len(dtypes) > 1:
             raise self.unsupported(
                 node,
-                f"its operands must have the same dtype, as in eager: {told}",
+                f"its operands must have the same dtype, as in eager: they are {', '.join(dtypes)}",
                 "Cast one (x.to(weight.dtype), or module.to(x.dtype)), or use torch.autocast",
             )
-
-    def _operand(self, node: fx.Node) -> str:
-        """An operand as its user knows it: the argument that it is a view of, or who made it."""
-        while node.op == "call_function" and is_view(node):
-            node = node.all_input_nodes[0]
-        if node.op == "placeholder":
-            return f"argument {parameter_name(node, self.labels)}"
-        return f"what {describe(node)} gives"
 
     def _view(self, name: str, args: Args, value: torch.Tensor) -> View:
         source = self.view(args[0])
@@ -534,16 +526,10 @@ def _opaque(node: fx.Node, name: str) -> tuple[str, str]:
             "Write it with a functional collective (torch.distributed._functional_collectives), or "
             'use torch.compile(..., backend="interlace"), which makes it one',
         )
-    if name.startswith("device_mesh."):
-        return (
-            "it takes a device mesh apart, as torch does where models were given equal meshes that "
-            "are not one and the same",
-            'Take the parts of a mesh once (tp = mesh["tp"]), and give all models that one',
-        )
     return (
-        "it holds another graph or calls back into Python, which a Program cannot",
-        "Move it out of the compiled function (torch.compiler.disable), or write it with plain "
-        "operators",
+        "it holds another graph, calls back into Python, or takes a device mesh apart",
+        "Move it out of the compiled function (torch.compiler.disable), write it with plain "
+        'operators, or take the parts of a mesh once (tp = mesh["tp"]) for all models',
     )
 
 
