@@ -21,12 +21,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from interlace.errors import CalibrationError, InterlaceError, OptionError, UnsupportedError
+from interlace.errors import CalibrationError, InterlaceError, OptionError
 from interlace.frontend.binding import Bound
 from interlace.frontend.calling.arguments import without_waiting
 from interlace.frontend.calling.tracing import symbolic_sizes
@@ -49,7 +47,6 @@ from interlace.torch_private import FakeTensorMode, TracingContext, tracing
 from interlace.torch_private.dynamo import (
     InstructionTranslator,
     ShortenTraceback,
-    TorchDynamoException,
     aot_autograd,
     assume_constant_result,
     functorch_config,
@@ -250,9 +247,7 @@ class Backend:
         )
         compilation = Compilation(setting)
         plain, wrap = without_waiting(example_inputs)
-        # Example inputs are the tensors of this call; what was traced has symbols where sizes vary.
-        traced = [node.meta.get("example_value") for node in places]
-        with compiling(), torchs_errors(gm, traced):
+        with compiling():
             compiled = aot_autograd(**compilation.compilers())(gm, plain)
         compilation.prepare(origin.name)
         self._graphs.update(zip(self._count, compilation.graphs, strict=False))
@@ -302,29 +297,6 @@ def forget_tensors(context: TracingContext | None) -> None:
         describer = context.fake_mode.fake_tensor_converter.meta_converter.describer
         describer.lookup_tensor.clear()
         describer.lookup_storage.clear()
-
-
-@contextlib.contextmanager
-def torchs_errors(gm: fx.GraphModule, traced: Sequence[Any]) -> Iterator[None]:
-    """Says what works where torch fails to trace DTensors whose sizes are symbolic."""
-    try:
-        yield
-    except (InterlaceError, TorchDynamoException):  # such as one that begins the trace anew
-        raise
-    except Exception as error:
-        values = [node.meta.get("example_value") for node in gm.graph.nodes]
-        sizes = [n for x in traced for n in (x.shape if isinstance(x, torch.Tensor) else [x])]
-        symbolic = any(isinstance(size, torch.SymInt) for size in sizes)
-        if not symbolic or not any(isinstance(value, DTensor) for value in values):
-            raise
-        told = str(error).strip().splitlines()[:1] or [""]
-        raise UnsupportedError(
-            f"torch cannot trace these DTensors with sizes that change ({type(error).__name__}: "
-            f'{told[0]}); this is not of Interlace, and backend="aot_eager" fails alike. Use '
-            "torch.compile(..., dynamic=False) or interlace.compile, which compile for each size; "
-            "or dynamic=None with torch._dynamo.mark_dynamic for the batch alone, and lengths "
-            "padded to a few"
-        ) from error
 
 
 def keep_saved() -> None:

@@ -23,7 +23,7 @@ import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -34,19 +34,7 @@ from interlace.cost import Machine, Timeline
 from interlace.errors import AgreementError, InterlaceError, SoundnessError
 from interlace.frontend.calling.arguments import Imported
 from interlace.frontend.schedules import path_of, scheduled, texts_by_graph, unsound
-from interlace.ir import (
-    Expect,
-    Get,
-    Group,
-    Notify,
-    Program,
-    Put,
-    Recv,
-    Remark,
-    Send,
-    parse,
-    print_program,
-)
+from interlace.ir import Program, Remark, parse, print_program
 from interlace.ir.validate import others
 from interlace.options import Options
 from interlace.passes import lower
@@ -134,7 +122,7 @@ class Bound:
         args: Sequence[object],
         symbols: Mapping[str, int] | None = None,
         origin: str | None = None,
-    ) -> list[Any]:
+    ) -> list[object]:
         """The graph's outputs for its arguments; `symbols` has the values of TorchDynamo's, if
         there are any; `origin` is as in `Executor.run`, None for no backward."""
         sizes = None if symbols is None else self._sizes(symbols)
@@ -338,9 +326,7 @@ def _compared(options: Options) -> dict[str, object]:
 
 
 def _inputs(graph: Program) -> dict[str, str]:
-    """The kind of each input by its name, of a graph whose ranks all do the same."""
-    if any(isinstance(op, Send | Recv | Group | Notify | Expect | Put | Get) for op in graph.ops):
-        return {}
+    """The kind of each input by its name."""
     inputs = [buffer for buffer in graph.params if buffer.kind == "input"]
     return {b.name: f"{b.dtype} of {len(b.shape)} dimensions" for b in inputs}
 

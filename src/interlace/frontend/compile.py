@@ -101,7 +101,7 @@ class Outputs:
     """Structure of outputs: their tree, and the leaves that are no tensors, which tracing fixes."""
 
     tree: pytree.TreeSpec
-    fixed: list[Any]
+    fixed: list[object]
 
     @classmethod
     def of(cls, result: object) -> tuple[Outputs, tuple[torch.Tensor, ...]]:
@@ -215,14 +215,14 @@ class Compiled(AsModule):
     def __reduce__(self) -> object:
         return type(self), (self.fn, self._mesh, self.options)
 
-    def _add(self, call: ModuleCall, args: tuple[object, ...], kwargs: dict[str, Any]) -> _Entry:
+    def _add(self, call: ModuleCall, args: tuple[object, ...], kwargs: dict[str, object]) -> _Entry:
         trace: Any = torch.compiler.disable(self._compile)  # within what it compiles too
         entry = trace(call, args, kwargs)
         self._entries.add(call.key, entry)
         return entry
 
     def _compile(
-        self, call: ModuleCall, args: tuple[object, ...], kwargs: dict[str, Any]
+        self, call: ModuleCall, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> _Entry:
         refuse_sharded(self.fn)
         leaves, spec = pytree.tree_flatten((args, kwargs))

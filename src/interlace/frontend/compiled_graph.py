@@ -46,8 +46,9 @@ from interlace.torch_private.dynamo import boxed_nop
 
 log = logging.getLogger(__name__)
 
-Run = Callable[[list[Any]], Sequence[Any]]
-"""A graph with boxed arguments."""
+Boxed = list[Any]
+"""The arguments of a call, in a list that the callee empties."""
+Run = Callable[[Boxed], Sequence[object]]
 
 MOST_CAPTURED = 8
 """Sizes of a graph with symbols that have CUDA graphs, with the option `graph`; more run eager."""
@@ -74,7 +75,7 @@ class Setting:
 def recorded_signature(gm: fx.GraphModule) -> Hashable | None:
     """The signature that a graph was traced with; None where it is symbolic."""
     values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
-    numbers: list[Any] = []
+    numbers: list[object] = []
     for value in values:
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             return None
@@ -115,11 +116,11 @@ class CompiledGraph:
         place = next(filter(None, (location(node).module for node in gm.graph.nodes)), "")
         name = f"a {kind} graph{f' of {place}' if place else ''}"
         self._shelf = Shelf(name, setting.options.cache_size)
-        self.observer: Callable[[Run, list[Any]], Sequence[Any]] | None = None
+        self.observer: Callable[[Run, Boxed], Sequence[object]] | None = None
         """Runs a call in place of the graph, which it is given with the arguments."""
         weakref.finalize(self, self._shelf.clear)
 
-    def __call__(self, args: list[Any]) -> Sequence[Any]:
+    def __call__(self, args: Boxed) -> Sequence[object]:
         """The graph's outputs; `args` is emptied, so that nothing lives longer than it must.
 
         Note [Autocast is in the graph]: the casts of the code that was traced are operators of the
@@ -130,7 +131,7 @@ class CompiledGraph:
                 return self(args)
         return self._call(args) if self.observer is None else self.observer(self._call, args)
 
-    def _call(self, args: list[Any]) -> Sequence[Any]:
+    def _call(self, args: Boxed) -> Sequence[object]:
         if self._run is None and self.unscheduled:
             self._shelf.clear()
             self._run = boxed_nop(self._gm, [])

@@ -146,7 +146,7 @@ def keep_overwritten(graph: fx.Graph) -> None:
 def merge_gathers(graph: fx.Graph) -> None:
     """Has backward use what forward gathers, where its code gathers the same: policy says then
     whether that is done again. Torch merges equal nodes too, but from 2.15 on not these."""
-    known: dict[Any, fx.Node] = {}
+    known: dict[object, fx.Node] = {}
     for node in [node for node in graph.nodes if str(node.target) in GATHERS]:
         first = known.setdefault((node.target, node.args), node)
         if first is node or _forward(node):
@@ -225,7 +225,7 @@ def _saved_rank(node: object) -> int:
     return int(getattr(value, "real_obj", None) is not None)
 
 
-def _opaque(node: fx.Node) -> Any:
+def _opaque(node: fx.Node) -> object:
     return getattr(node.meta.get("val"), "real_obj", None)
 
 

@@ -37,7 +37,7 @@ class Opaque:
 class Fixed:
     """An output that is no tensor and the same in every call, such as a DTensor's DeviceMesh."""
 
-    value: Any
+    value: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,11 @@ class Imported:
     symbols: Mapping[str, str] = field(default_factory=dict[str, str])
     """TorchDynamo's symbol for each named size of the Program."""
 
-    def to_inputs(self, args: Sequence[object]) -> list[Any]:
+    def to_inputs(self, args: Sequence[Any]) -> list[torch.Tensor]:
         """The Program's inputs, from the graph's arguments."""
         return self.completed([args[position] for position in self.inputs])
 
-    def completed(self, inputs: list[Any]) -> list[Any]:
+    def completed(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """All of the Program's inputs, from those among the graph's arguments."""
         for index in self.awaited:
             functional.wait_tensor.default(inputs[index])
@@ -75,7 +75,7 @@ class Imported:
             inputs[index] = resolved(inputs[index])
         return inputs
 
-    def to_outputs(self, results: Sequence[object], args: Sequence[object]) -> list[Any]:
+    def to_outputs(self, results: Sequence[object], args: Sequence[object]) -> list[object]:
         """The graph's outputs, from the Program's results and the graph's arguments."""
         return [
             results[place]

@@ -64,7 +64,7 @@ class CallKeys:
         self._module = module
         self._snapshot: Snapshot | None = None
 
-    def of(self, args: tuple[object, ...], kwargs: dict[str, Any]) -> ModuleCall:
+    def of(self, args: tuple[object, ...], kwargs: dict[str, object]) -> ModuleCall:
         """The call with these arguments, in the modes of now."""
         snapshot = self._snapshot
         own = snapshot.tensors() if snapshot is not None else None

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from interlace.frontend.compiled_graph import CompiledGraph, Run
+from interlace.frontend.compiled_graph import Boxed, CompiledGraph, Run
 from interlace.runtime import Executor
 from interlace.torch_private import (
     DisableAutocast,
@@ -57,11 +57,11 @@ class Direct:
     executor: Executor
     inputs: tuple[tuple[int, str | None], ...]
     """For each: the position of the tensor, and the name of what is taken of it."""
-    completed: Callable[[list[Any]], list[Any]]
+    completed: Callable[[list[torch.Tensor]], list[torch.Tensor]]
     """Further treatment of the inputs."""
     outputs: tuple[int | _Wrapped, ...]
     """Results by place, or what is made of them."""
-    join: Callable[[Sequence[object]], Any]
+    join: Callable[[Sequence[object]], object]
     """Makes what the function gives of the outputs."""
     written: tuple[int, ...]
     """The tensors that AOTAutograd says the graph writes: autograd is told by their versions."""
@@ -87,13 +87,13 @@ def observed(
     call: Callable[..., Sequence[object]],
     graph: CompiledGraph,
     tensors: Sequence[torch.Tensor],
-    join: Callable[[Sequence[object]], Any],
+    join: Callable[[Sequence[object]], object],
 ) -> tuple[Sequence[object], Direct | None]:
     """The outputs of a call of this inference graph, and how to get them without AOTAutograd."""
-    calls: list[tuple[list[Any], list[int | None], Sequence[Any], list[int | None]]] = []
+    calls: list[tuple[Boxed, list[int | None], Sequence[object], list[int | None]]] = []
     """Arguments and results of the graph, each with the tensors' versions then."""
 
-    def observe(run: Run, args: list[Any]) -> Sequence[Any]:
+    def observe(run: Run, args: Boxed) -> Sequence[object]:
         given, entered = list(args), _versions(tensors)
         results = run(args)
         calls.append((given, entered, results, _versions(tensors)))

@@ -11,7 +11,7 @@ contiguous, as torch does. A team of one rank communicates nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import fx
 
@@ -20,7 +20,7 @@ from interlace.ir import Collective, Team, View
 from interlace.ir.sizes import Int
 
 if TYPE_CHECKING:
-    from interlace.frontend.importing.importer import Importer, Normaliser
+    from interlace.frontend.importing.importer import Importer, Normaliser, Value
 
 REDUCTIONS = {"product": "prod"} | {name: name for name in ("sum", "avg", "prod", "min", "max")}
 
@@ -72,7 +72,7 @@ def _broadcast(imp: Importer, node: fx.Node, src: View, root: int, group: object
 
 
 def _all_to_all(
-    imp: Importer, node: fx.Node, src: View, received: Any, sent: Any, group: object
+    imp: Importer, node: fx.Node, src: View, received: object, sent: object, group: object
 ) -> View:
     team, parts = imp.team(node, group), imp.arg(received)
     if team.size > 1 and len({*parts, *imp.arg(sent)}) > 1:  # see exchanges.py
@@ -141,7 +141,7 @@ _OPERATORS: dict[str, tuple[Callable[..., View], tuple[int, ...]]] = {
 
 
 def _normaliser(convert: Callable[..., View], places: tuple[int, ...]) -> Normaliser:
-    def each(imp: Importer, node: fx.Node, args: Args) -> Any:
+    def each(imp: Importer, node: fx.Node, args: Args) -> Value:
         beside = [args[i] for i in places]
         if isinstance(args[0], list | tuple):
             return tuple(convert(imp, node, src, *beside) for src in imp.arg(args[0]))

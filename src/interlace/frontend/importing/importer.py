@@ -29,6 +29,7 @@ from interlace.frontend.calling.arguments import Fixed, Imported, Opaque
 from interlace.frontend.importing.collectives import COLLECTIVES, refuse
 from interlace.frontend.importing.inplace import InPlace
 from interlace.frontend.importing.nodes import (
+    Values,
     aliases,
     awaited,
     bound,
@@ -105,7 +106,7 @@ class Importer:
         gm: fx.GraphModule,
         name: str,
         teams: Teams,
-        values: Mapping[fx.Node, Any] | None = None,
+        values: Values | None = None,
         labels: Sequence[str] = (),
     ) -> None:
         self.gm = gm
@@ -197,11 +198,11 @@ class Importer:
         plain = value is None or isinstance(value, View | Opaque | bool | int | float | Size)
         return value if plain else Fixed(getattr(value, "real_obj", value))
 
-    def value(self, node: Any) -> Any:
+    def value(self, node: Any) -> Value:
         """The fake value that tracing recorded for a node."""
         return self.recorded[node] if self.recorded is not None else node.meta.get("val")
 
-    def arg(self, value: object) -> Any:
+    def arg(self, value: object) -> Value:
         """An argument of a node as a Program spells it."""
         if isinstance(value, fx.Node):
             return self.converted[value]
@@ -226,7 +227,12 @@ class Importer:
         return UnsupportedError(f"{describe(node)} cannot be lowered: {why}. {fix}")
 
     def call_like(
-        self, node: fx.Node, fn: str, args: object, kwargs: object, value: object
+        self,
+        node: fx.Node,
+        fn: str,
+        args: Iterable[object],
+        kwargs: Mapping[str, object],
+        value: object,
     ) -> Value:
         """A Call with results like the fake `value`, in which None and numbers stay as they are."""
         fresh: list[Buffer] = []
@@ -244,7 +250,14 @@ class Importer:
         self._call(node, fn, args, kwargs, fresh=tuple(fresh))
         return result
 
-    def _call(self, node: fx.Node, fn: str, args: Any, kwargs: Any, **results: Any) -> None:
+    def _call(
+        self,
+        node: fx.Node,
+        fn: str,
+        args: Iterable[object],
+        kwargs: Mapping[str, object],
+        **results: Any,
+    ) -> None:
         given = tuple(map(self.arg, args))
         named = tuple((key, self.arg(item)) for key, item in kwargs.items())
         for item in flatten((given, tuple(value for _, value in named))):
@@ -278,7 +291,7 @@ class Importer:
         return value if isinstance(value, bool | int | float | None) else Opaque(position)
 
     def _constant(self, node: fx.Node) -> Value:
-        tensor: Any = self.gm
+        tensor: object = self.gm
         for part in str(node.target).split("."):
             tensor = getattr(tensor, part)
         if not isinstance(tensor, torch.Tensor):
@@ -355,7 +368,9 @@ class Importer:
             return self.reshaped(source, sizes_of(value.shape))
         return strided(box, self.value(args[0]), value, source)
 
-    def _split(self, node: fx.Node, name: str, args: Args, parts: Any) -> tuple[View, ...]:
+    def _split(
+        self, node: fx.Node, name: str, args: Args, parts: Sequence[torch.Tensor]
+    ) -> tuple[View, ...]:
         source = self.view(args[0])
         dim = self.arg(args[SPLITS[name]]) % len(self.sizes(source))
         start, found = 0, []
@@ -375,7 +390,7 @@ class Importer:
         args, schema = bound(node), node.target._schema  # pyright: ignore
         infos = [argument.alias_info for argument in schema.arguments]
         written = [arg for arg, info in zip(args, infos, strict=True) if info and info.is_write]
-        views: list[Any] = [view for arg in written for view in flatten(self.arg(arg))]
+        views: list[Value] = [view for arg in written for view in flatten(self.arg(arg))]
         if str(node.target) == "aten.copy_.default":
             self.copy_into(self.view(args[1]), views[0])
             return views[0]
@@ -538,7 +553,7 @@ def import_graph(
     *,
     name: str = "main",
     teams: Teams | None = None,
-    values: Mapping[fx.Node, Any] | None = None,
+    values: Values | None = None,
     labels: Sequence[str] = (),
     sizes: Mapping[str, int] | None = None,
 ) -> Imported:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -44,7 +44,7 @@ def matmul_2d(imp: Importer, name: str, x: View, w: View, bias: View | None = No
     return imp.call("aten.addmm.default", (bias, x, w), result)
 
 
-def _plain(imp: Importer, node: fx.Node, fn: str | None = None) -> Any:
+def _plain(imp: Importer, node: fx.Node, fn: str | None = None) -> Value:
     return imp.call_like(node, fn or str(node.target), node.args, node.kwargs, imp.value(node))
 
 
