@@ -196,25 +196,6 @@ def test_a_compiled_module_follows_its_changes(seed: int) -> None:
             assert compiled._entries.all()[-1].direct is not None
 
 
-def test_a_copy_of_what_has_run_is_compiled_anew() -> None:
-    class Holder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Linear(4, 4)
-            self.call = interlace.compile(self.net)
-
-    holder, x = Holder(), torch.ones(2, 4)
-    assert torch.equal(holder.call(x), holder.net(x))
-    other = copy.deepcopy(holder)
-    assert other.call.fn is other.net
-    assert other.call is not holder.call
-    with torch.no_grad():
-        other.net.weight.zero_()
-        other.net.bias.zero_()
-    assert not other.call(x).any()
-    assert torch.equal(holder.call(x), holder.net(x))
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copy_uses_modules_of_its_own(copied: Callable[[Any], Any]) -> None:
     net, x = nn.Linear(4, 4), torch.ones(2, 4)
