@@ -328,7 +328,6 @@ CHECKS: dict[ModuleType, dict[str, Callable[[], Any]]] = {
         "ShortenTraceback": lambda: issubclass(dynamo.ShortenTraceback, Exception),
         "TensorProperty": lambda: has(dynamo.TensorProperty, "SIZE"),
         "TensorPropertySource": lambda: takes(dynamo.TensorPropertySource, "base", "prop", "idx"),
-        "TorchDynamoException": lambda: issubclass(dynamo.TorchDynamoException, RuntimeError),
         "aot_autograd": lambda: takes(dynamo.aot_autograd, "fw_compiler", "bw_compiler"),
         "aot_module_simplified": lambda: takes(dynamo.aot_module_simplified, "mod", "fw_compiler"),
         "assume_constant_result": lambda: dynamo.assume_constant_result(modes) is modes,

@@ -95,7 +95,7 @@ class OptionError(InterlaceError):
 
 
 class CacheWarning(UserWarning):
-    """A cache is too small, so the same calls are compiled repeatedly; warned once per cache."""
+    """A cache is too small, so calls may be compiled repeatedly; warned once per cache."""
 
 
 class InputError(InterlaceError, ValueError):

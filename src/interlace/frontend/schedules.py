@@ -110,9 +110,13 @@ def scheduled(
     return _find(kind, graph, program_rank(graph, groups), Path(options.schedules))
 
 
-def text_of(graph: Program, written: Program | None) -> tuple[str, str]:
-    """Digests that ranks compare: of a graph, and of the Program that a file has for it."""
-    return (key_of(graph), digest(print_program(essence(written)))) if written else ("", "")
+def texts_by_graph(graph: Program, written: Program | None) -> dict[str, str]:
+    """Digest of the Program that a file has for a graph, by that of the graph."""
+    return (
+        {f"{graph.name}-{key_of(graph)}.ilc": digest(print_program(essence(written)))[:DIGITS]}
+        if written
+        else {}
+    )
 
 
 def key_of(graph: Program) -> str:
