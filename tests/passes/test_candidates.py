@@ -12,8 +12,7 @@ from interlace.cost import SiteKey, SiteTime, default_machine, run_issue_seconds
 from interlace.cost.op_times import PACKED_CALLS
 from interlace.ir import parse, validate
 from interlace.options import Options
-from interlace.passes import lower
-from interlace.passes.strategies.choose import candidates
+from interlace.passes import candidates, lower
 from interlace_bench.measured_sites import with_sites
 
 H200 = default_machine("cuda")

@@ -13,12 +13,9 @@ from interlace.cost.choose import Estimate
 from interlace.cost.machine import Link
 from interlace.errors import PassError
 from interlace.ir import Program, parse
-from interlace.ir.overlap import representatives
 from interlace.options import Options
 from interlace.passes import lower, parse_pipeline, run_pipeline
-from interlace.passes.dependencies import dependencies
-from interlace.passes.find_sites import analyse
-from interlace.passes.sites.values import Dataflow
+from interlace.passes.find_sites import Analysis
 from interlace.passes.strategies.choose import Chooser, site_key
 from interlace.strategies import STRATEGIES
 
@@ -51,10 +48,10 @@ def decomposed(program: Program, machine: Machine, options: str = "") -> Program
 def candidates(program: Program, machine: Machine) -> tuple[Estimate, ...]:
     """What is looked at for the one site of a Program, serial first."""
     marked = run_pipeline(program, "find_sites")
-    values = Dataflow(marked, representatives(marked)[0])
-    (found,) = analyse(Dataflow(marked, representatives(marked)[0]), dependencies(marked))
+    analysis = Analysis.of(marked)
+    (found,) = analysis.found
     assert found.site is not None
-    return Chooser(machine, 0).candidates(values, found.site)
+    return Chooser(machine, 0).candidates(analysis.values, found.site)
 
 
 def labels(program: Program, machine: Machine) -> set[str]:
@@ -193,10 +190,10 @@ def table(program: Program, seconds: dict[str, float]) -> tuple[SiteTime, ...]:
 def key_of(program: Program) -> SiteKey:
     """The one site of a Program."""
     marked = run_pipeline(program, "find_sites")
-    values = Dataflow(marked, representatives(marked)[0])
-    (found,) = analyse(Dataflow(marked, representatives(marked)[0]), dependencies(marked))
+    analysis = Analysis.of(marked)
+    (found,) = analysis.found
     assert found.site is not None
-    return site_key(values, found.site)
+    return site_key(analysis.values, found.site)
 
 
 @pytest.mark.parametrize("kind", SIZES)

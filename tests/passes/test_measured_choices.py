@@ -17,8 +17,8 @@ from interlace.cost import Machine, SiteKey, SiteTime, default_machine, run_issu
 from interlace.cost.choose import Estimate, pick
 from interlace.ir import Program, parse
 from interlace.options import Options
-from interlace.passes import lower
-from interlace.passes.strategies.choose import SERIAL, candidates
+from interlace.passes import candidates, lower
+from interlace.passes.strategies.choose import SERIAL
 from interlace_bench.fit import IN_A_RUN
 from interlace_bench.measured_sites import KINDS, site_times, with_sites
 

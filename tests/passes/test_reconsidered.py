@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Mapping
 
 import pytest
 from tests.passes.spellings import as_sample
 from tests.passes.test_decompose import assert_overlaps
 
-from interlace.ir import Collective, Program, parse
+from interlace.ir import Collective, Program, Site, parse
 from interlace.options import Options
 from interlace.passes import lower, run_pipeline
-from interlace.passes.decompose import Decompose
+from interlace.passes.find_sites import Analysis
 from interlace.passes.strategies import reconsider
 from interlace.runtime.machine import default_machine
 from interlace.verify import check
@@ -92,12 +93,12 @@ def test_long_programs_try_serial_sites_together_and_cut_ones_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two trials, however many sites there are."""
-    tried: list[tuple[int, ...]] = []
-    run = Decompose.run
+    tried: list[list[int]] = []
+    written = reconsider.written
 
-    def counted(self: Decompose, program: Program) -> Program:
-        tried.append(self.copied)
-        return run(self, program)
+    def counted(analysis: Analysis, sites: Mapping[int, Site], gpu: bool) -> Program:
+        tried.append([number for number, site in sites.items() if site.strategy == "copies"])
+        return written(analysis, sites, gpu)
 
     other = "    main: all_gather(v, f, team=tp)\n    main: all_gather(v, g, team=tp)\n"
     text = GATHER.replace("a: bf16", "v: bf16[2048, 4096], a: bf16") + other
@@ -106,11 +107,11 @@ def test_long_programs_try_serial_sites_together_and_cut_ones_together(
     )
     serial = parse(text + OTHER)
     monkeypatch.setattr(reconsider, "MOST_OPS", 0)
-    monkeypatch.setattr(Decompose, "run", counted)
+    monkeypatch.setattr(reconsider, "written", counted)
     machine = default_machine("h200").replayed  # eagerly the kernel is as fast, with less to issue
     sites = lower(serial, Options(regions="inductor"), machine).sites
     assert [site.strategy for site in sites][1:] == ["copies", "copies"]
-    assert tried == [(), (2, 3), (2, 3, 1)]
+    assert tried == [[2, 3], [1, 2, 3]]
 
 
 @pytest.mark.parametrize("kind", [*OPS, "uneven"])
@@ -208,9 +209,6 @@ def test_copies_of_what_is_refused_change_nothing() -> None:
     machine, options = default_machine("h200"), Options(regions="inductor")
     (site,) = lower(parse(named), options, machine).sites
     assert "the whole schedule" not in site.reason
-    found = run_pipeline(parse(named), "find_sites")
-    plain, asked = (Decompose(copied=c, machine=machine).run(found) for c in ((), (1,)))
-    assert asked == plain
     done = lower(parse(GATHER + OTHER), dataclasses.replace(options, strategy="peer"), machine)
     (again,) = lower(done, options, machine).sites
     assert (again.strategy, again.reason) == ("peer", "requested")

@@ -12,8 +12,7 @@ from tests.support.interpreter import run_ranks
 from interlace.cost import Machine, default_machine
 from interlace.ir import Call, parse
 from interlace.options import Options
-from interlace.passes import parse_pipeline, run_pipeline
-from interlace.passes.strategies.choose import candidates
+from interlace.passes import candidates, parse_pipeline, run_pipeline
 from interlace.strategies import STRATEGIES as ROWS
 from interlace.strategies import Offset, Path, Strategy, rows_of
 from interlace.verify import check

@@ -20,6 +20,7 @@ strategies/           the strategies as rows of data, how each is written, and w
 from interlace.passes.pipeline import (
     PASSES,
     Pass,
+    candidates,
     lower,
     lowering,
     parse_pipeline,
@@ -27,4 +28,13 @@ from interlace.passes.pipeline import (
     spell,
 )
 
-__all__ = ["PASSES", "Pass", "lower", "lowering", "parse_pipeline", "run_pipeline", "spell"]
+__all__ = [
+    "PASSES",
+    "Pass",
+    "candidates",
+    "lower",
+    "lowering",
+    "parse_pipeline",
+    "run_pipeline",
+    "spell",
+]

@@ -14,7 +14,6 @@ both before and after some op outside it cannot be; `in_blocks` then gives None.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,21 +36,13 @@ class FindSites:
 
     def run(self, program: Program) -> Program:
         """The same ops, marked with the sites they belong to."""
-        used = {op.site for op in program.ops}
-        serial = {op.site for op in program.collectives().values()}
-        done = {
-            site.id: site
-            for site in program.sites
-            if site.id in used and (site.strategy != "serial" or site.id not in serial)
-        }
-        kept = {None, *done}
+        analysis = Analysis.of(program)
+        used, done = {op.site for op in program.ops}, analysis.done
+        sites = [site for site in program.sites if site.id in done & used]
+        kept = {None, *(site.id for site in sites)}
         ops = [op if op.site in kept else tagged(op, site=None) for op in program.ops]
-        sites = list(done.values())
-        number = max(done, default=0)
-        values = Dataflow(program, representatives(program)[0])
-        before = dependencies(program, touched=values.touched)
-        for found in analyse(values, before, done):
-            number += 1
+        first = max((site.id for site in sites), default=0) + 1
+        for number, found in enumerate(analysis.found, first):
             modules = [program.ops[i].loc.module for i in (found.collective, *found.ops)]
             module = next(filter(None, modules), "")
             sites.append(Site(id=number, kind=found.kind, module=module, reason=found.reason))
@@ -61,6 +52,41 @@ class FindSites:
 
 
 # all collectives together
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """The sites of a Program, and the data that they were found by."""
+
+    program: Program
+    values: Dataflow
+    before: Before
+    done: frozenset[int]
+    """Sites that are overlapped already: their ops stay."""
+    found: tuple[FoundSite, ...]
+
+    @classmethod
+    def of(cls, program: Program) -> Analysis:
+        """The analysis of a Program, whether or not its sites are marked."""
+        serial = {op.site for op in program.collectives().values()}
+        done = {s.id for s in program.sites if s.strategy != "serial" or s.id not in serial}
+        values = Dataflow(program, representatives(program)[0])
+        before = dependencies(program, touched=values.touched)
+        found = _analyse(values, done, before)
+        # Where no box depends on the rank, the others see the same.
+        for rank in representatives(program)[1:] if values.ranked else ():
+            others = _analyse(Dataflow(program, rank), done, before)
+            found = [
+                one
+                if one == other
+                else FoundSite(
+                    one.collective,
+                    values.collectives[one.collective].kind,
+                    reason="the ranks' rows differ",
+                )
+                for one, other in zip(found, others, strict=True)
+            ]
+        return cls(program, values, before, frozenset(done), tuple(found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,31 +113,8 @@ def without_moves(before: Before, sites: Iterable[MatmulSite]) -> Before:
     return tuple(edges)
 
 
-def analyse(values: Dataflow, before: Before, done: Iterable[int] = ()) -> tuple[FoundSite, ...]:
-    """Each collective's site, or why it has none, but for the sites `done`: their ops stay.
-
-    `values` are those of the first of the Program's `representatives`.
-    """
-    program, done = values.program, frozenset(done)
-    found = _analyse(values, done, before)
-    # Where no box depends on the rank, the others see the same.
-    for rank in representatives(program)[1:] if values.ranked else ():
-        other = _analyse(Dataflow(program, rank), done, before)
-        found = tuple(
-            mine
-            if mine == theirs
-            else dataclasses.replace(
-                mine,
-                kind=values.collectives[mine.collective].kind,
-                site=None,
-                reason="the ranks' rows differ",
-            )
-            for mine, theirs in zip(found, other, strict=True)
-        )
-    return found
-
-
-def _analyse(values: Dataflow, done: frozenset[int], before: Before) -> tuple[FoundSite, ...]:
+def _analyse(values: Dataflow, done: Collection[int], before: Before) -> list[FoundSite]:
+    """Each collective's site, or why it has none, as one rank sees them."""
     program = values.program
     taken = {i for i, op in enumerate(program.ops) if op.site in done}
     blocks = Blocks(before)
@@ -140,7 +143,7 @@ def _analyse(values: Dataflow, done: frozenset[int], before: Before) -> tuple[Fo
             blocks.add(ops, site.kept)
             taken.update(ops)
             found.append(FoundSite(i, site_kind(op.kind, site), site))
-    return tuple(found)
+    return found
 
 
 # groups of ops taken as one

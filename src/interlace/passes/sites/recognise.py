@@ -45,6 +45,11 @@ class GatherSite:
     declared: tuple[int, ...]
 
     @property
+    def calls(self) -> tuple[int, ...]:
+        """The computation that is cut into chunks."""
+        return self.matmuls
+
+    @property
     def ops(self) -> tuple[int, ...]:
         """All its ops."""
         found = (self.collective, *self.matmuls, *self.moves, *self.declared)
@@ -63,6 +68,11 @@ class ScatterSite:
     kept: tuple[int, ...]
     """Ops that do so for others as well: the site no longer needs them."""
     declared: tuple[int, ...]
+
+    @property
+    def calls(self) -> tuple[int, ...]:
+        """The computation that is cut into chunks."""
+        return self.cone.ops
 
     @property
     def ops(self) -> tuple[int, ...]:

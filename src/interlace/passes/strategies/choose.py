@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from interlace.cost import Machine, SiteKey, default_machine, run_after_run
 from interlace.cost.choose import MARGIN, Estimate, pick
@@ -27,14 +27,11 @@ from interlace.ir import (
     View,
 )
 from interlace.ir.kernels import FLOAT8
-from interlace.ir.overlap import representatives, teams_of
+from interlace.ir.overlap import teams_of
 from interlace.ir.sizes import at_hand, supposing
-from interlace.options import Options
 from interlace.passes.dependencies import dependencies
-from interlace.passes.find_sites import FindSites, analyse
 from interlace.passes.fuse import Fuse
 from interlace.passes.insert_sync import with_events
-from interlace.passes.place_resharding import PlaceResharding
 from interlace.passes.schedule import Schedule
 from interlace.passes.sites.cone import result_of
 from interlace.passes.sites.recognise import GatherSite, MatmulSite, site_kind
@@ -42,7 +39,7 @@ from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.emitter import Names
 from interlace.passes.strategies.pieces import DEFAULT_SLICES, collective_of, parts
 from interlace.passes.strategies.whole import lifted
-from interlace.passes.strategies.write import has_kernel, refusal, write
+from interlace.passes.strategies.write import refusal, write
 from interlace.passes.take_turns import TakeTurns
 from interlace.strategies import STRATEGIES, Strategy
 
@@ -50,25 +47,6 @@ SERIAL = "serial"
 BE = {"measured": "was", "predicted": "is"}
 ALONE = 1
 """The number of a site in the Program that holds it alone."""
-
-
-def candidates(
-    program: Program, options: Options, machine: Machine
-) -> dict[int, tuple[Estimate, ...]]:
-    """The estimates of each site that can be overlapped, serial first; of a Program with named
-    sizes for the values in its head."""
-    program = program.at(program.sizes.values)
-    marked = FindSites().run(program)
-    if options.overlap:
-        marked = PlaceResharding(position=options.resharding).run(marked)
-    values = Dataflow(marked, representatives(marked)[0])
-    chooser = Chooser(machine, 0)
-    found: dict[int, tuple[Estimate, ...]] = {}
-    for item in analyse(values, dependencies(marked)):
-        number = marked.ops[item.collective].site
-        if number is not None and item.site is not None:
-            found[number] = chooser.candidates(values, item.site)
-    return found
 
 
 def estimate(
@@ -98,7 +76,7 @@ def _alone(
 
 
 def seconds_alone(program: Program, machine: Machine) -> float:
-    """The time of a Program, run after run: as long as its ranks take, or as its host does.
+    """The time of a Program once it is scheduled.
 
     Turns cost what issuing them does, and gain nothing: the ranks of the simulation are in step,
     and never meet.
@@ -106,7 +84,13 @@ def seconds_alone(program: Program, machine: Machine) -> float:
     played, before = Schedule().played(program)
     ordered = with_events(played, before or dependencies(played, listed=False))
     timed = Fuse().run(TakeTurns().run(ordered))
-    timeline, host = run_after_run(timed, machine, fold=True)
+    return seconds(timed, machine)
+
+
+def seconds(program: Program, machine: Machine) -> float:
+    """The time of a lowered Program, run after run: as long as its ranks take, or as its host
+    does."""
+    timeline, host = run_after_run(program, machine, fold=True)
     return max(timeline.makespan_s, host)
 
 
@@ -123,9 +107,7 @@ def site_key(values: Dataflow, site: MatmulSite, graph: bool = False) -> SiteKey
     op = collective_of(values, site)
     assert op.dst is not None
     world = values.program.team(op.team).size
-    gathers = isinstance(site, GatherSite)
-    calls = [values.calls[i] for i in (site.matmuls if gathers else site.cone.ops)]
-    found = [matmul_shape(call, values.box) for call in calls]
+    found = [matmul_shape(values.calls[i], values.box) for i in site.calls]
     shapes = [shape for shape in found if shape is not None]
     packed = next((shape for shape in shapes if shape.dtype in FLOAT8), None)
     if isinstance(site, GatherSite):
@@ -142,15 +124,9 @@ def site_key(values: Dataflow, site: MatmulSite, graph: bool = False) -> SiteKey
 
 def _plain(values: Dataflow, site: MatmulSite) -> bool:
     """True if it is one matmul, of one matrix, and its communication, as sites are measured."""
-    if isinstance(site, GatherSite):
-        if len(site.matmuls) != 1 or site.whole:
-            return False
-        (matmul,) = site.matmuls
-    elif len(site.cone.ops) != 1:
+    if len(site.calls) != 1 or (isinstance(site, GatherSite) and site.whole):
         return False
-    else:
-        (matmul,) = site.cone.ops
-    shape = matmul_shape(values.calls[matmul], values.box)
+    shape = matmul_shape(values.calls[site.calls[0]], values.box)
     return shape is not None and shape.batch == 1
 
 
@@ -212,7 +188,7 @@ class Chooser:
 
     machine: Machine | None
     chunks: int
-    known: dict[object, Choice] = dataclasses.field(default_factory=dict[object, Choice])
+    known: dict[object, Choice] = field(default_factory=dict[object, Choice])
 
     def choose(self, values: Dataflow, site: MatmulSite, rows: Sequence[Strategy] = ()) -> Choice:
         """The strategy that is expected to be fastest, or of those requested the fastest row."""
@@ -254,15 +230,14 @@ class Chooser:
     def _candidates(self, values: Dataflow, site: MatmulSite) -> Iterator[tuple[Strategy, int]]:
         gpu = self._machine.device != "cpu"
         apart = values.program.team(collective_of(values, site).team).hosts is not None
+        reach = "peer" in dict(self._machine.links)
         for row in STRATEGIES.values():
-            if (
-                row.amid
-                or (row.on_gpus and not gpu)
-                or not _serves(row, self._machine, apart)
-                or (row.fuses and not has_kernel(values, site, self._machine))
-            ):
+            outdone = row.outdone and gpu and reach and not apart
+            if row.amid or outdone or (row.peers and not reach):
                 continue
-            if refusal(values, site, row):
+            if (row.on_gpus or row.kernel) and not gpu:
+                continue
+            if refusal(values, site, row, self._machine):
                 continue
             counts = {self.chunks}
             if not self.chunks and row.sliced:
@@ -273,16 +248,6 @@ class Chooser:
     @property
     def _machine(self) -> Machine:
         return self.machine or default_machine("cpu")
-
-
-def _serves(row: Strategy, machine: Machine, apart: bool) -> bool:
-    """True if a strategy is worth a look on a machine, for a team that spans hosts or not."""
-    gpu, reach = machine.device != "cpu", "peer" in dict(machine.links)
-    if row.kernel and not gpu:
-        return False
-    if row.peers and not reach:
-        return False
-    return not (row.outdone and gpu and reach and not apart)
 
 
 def _signature(values: Dataflow, site: MatmulSite) -> object:

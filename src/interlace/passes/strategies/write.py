@@ -49,8 +49,11 @@ EXCHANGED = (
 """Types of elements that the exchange kernel adds up."""
 
 
-def refusal(values: Dataflow, site: MatmulSite, row: Strategy) -> str:
-    """Why a strategy cannot serve a site; empty where it can."""
+def refusal(
+    values: Dataflow, site: MatmulSite, row: Strategy, machine: Machine | None = None
+) -> str:
+    """Why a strategy cannot serve a site (on that machine, where one is given); empty where it
+    can."""
     op = collective_of(values, site)
     team = values.program.team(op.team)
     if not site.layout.total:
@@ -68,15 +71,13 @@ def refusal(values: Dataflow, site: MatmulSite, row: Strategy) -> str:
     if row.whole and op.reduce is not None and op.src is not None:
         if (dtype := values.box(op.src).dtype) not in EXCHANGED:
             return f"its kernel does not reduce {dtype}"
-    return unfusable(values, site) if row.fuses else ""
-
-
-def has_kernel(values: Dataflow, site: MatmulSite, machine: Machine) -> bool:
-    """True if the machine's GPUs run the kernels of a site, if any can serve it."""
-    calls = site.matmuls if isinstance(site, GatherSite) else site.cone.ops
-    specs = (matmul_of(values.calls[i].fn) for i in calls)
+    if not row.fuses:
+        return ""
+    specs = (matmul_of(values.calls[i].fn) for i in site.calls)
     packed = any(spec is not None and spec.blocks is not None for spec in specs)
-    return machine.packed_kernels if packed else machine.kernels
+    if machine is not None and not (machine.packed_kernels if packed else machine.kernels):
+        return unfusable(values, site) or "the GPUs have no such kernel"
+    return unfusable(values, site)
 
 
 def unfusable(values: Dataflow, site: MatmulSite) -> str:
@@ -86,13 +87,9 @@ def unfusable(values: Dataflow, site: MatmulSite) -> str:
         return "its rows are not dealt evenly to the ranks, in one stack"
     if not layout.rows[0]:
         return "a rank has no rows"
-    if isinstance(site, GatherSite):
-        calls = site.matmuls
-    else:
-        calls = site.cone.ops
-        if len(calls) > 1 or site.cone.used:
-            return "more than one matmul makes what it reduces, or others use that as well"
-    return next(filter(None, (_unfusable_matmul(values, site, i) for i in calls)), "")
+    if isinstance(site, ScatterSite) and (len(site.calls) > 1 or site.cone.used):
+        return "more than one matmul makes what it reduces, or others use that as well"
+    return next(filter(None, (_unfusable_matmul(values, site, i) for i in site.calls)), "")
 
 
 def _unfusable_matmul(values: Dataflow, site: MatmulSite, index: int) -> str:
