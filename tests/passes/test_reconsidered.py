@@ -119,33 +119,24 @@ def test_long_programs_try_serial_sites_together_and_cut_ones_together(
 def test_copies_give_what_the_collective_gives(kind: str, ranks: int, seed: int) -> None:
     """Of collectives without matmuls, by the reference interpreter in drawn orders."""
     n, each = 2 * ranks, random.Random(seed).choices(range(4), k=ranks)
-    text = {
-        "all_gather": f"""
-def plain(tp: Team[{ranks}], x: f32[2, 1, 3]):
-    y = empty(f32[{ranks}, 2, 1, 3])
-    main: all_gather(x, y, team=tp)
-    return y
-""",
-        "reduce_scatter": f"""
-def plain(tp: Team[{ranks}], x: f32[{n}, 1, 3]):
-    y = empty(f32[1, 2, 1, 3])
-    main: reduce_scatter(x.view({ranks}, 2, 1, 3), y, reduce="sum", team=tp)
-    return y
-""",
-        "all_reduce": f"""
-def plain(tp: Team[{ranks}], x: f32[5, 3]):
-    y = empty(f32[5, 3])
-    main: all_reduce(x, y, reduce="sum", team=tp)
-    return y
-""",
-        "uneven": f"""
-def plain(tp: Team[{ranks}], x: f32[rows[tp.rank], 2, 3]):
-    rows = table(tp, {", ".join(map(str, each))})
-    y = empty(f32[{sum(each)}, 2, 3])
-    main: all_gather(x, y, team=tp, splits=rows)
-    return y
-""",
+    table = f"rows = table(tp, {', '.join(map(str, each))})"
+    given, made, op, *more = {
+        "all_gather": ("2, 1, 3", f"{ranks}, 2, 1, 3", "all_gather(x, y, team=tp)"),
+        "reduce_scatter": (
+            f"{n}, 1, 3",
+            "1, 2, 1, 3",
+            f'reduce_scatter(x.view({ranks}, 2, 1, 3), y, reduce="sum", team=tp)',
+        ),
+        "all_reduce": ("5, 3", "5, 3", 'all_reduce(x, y, reduce="sum", team=tp)'),
+        "uneven": (
+            "rows[tp.rank], 2, 3",
+            f"{sum(each)}, 2, 3",
+            "all_gather(x, y, team=tp, splits=rows)",
+            table,
+        ),
     }[kind]
+    head = f"def plain(tp: Team[{ranks}], x: f32[{given}]):"
+    text = "\n    ".join([head, *more, f"y = empty(f32[{made}])", f"main: {op}", "return y"])
     sample = as_sample(parse(text), seed)
     options = "find_sites,decompose{strategy=copies},schedule,plan_memory,insert_sync"
     made = run_pipeline(sample.program, options)
@@ -221,4 +212,4 @@ def test_named_sizes_are_left_as_decompose_chose() -> None:
     )
     made = marked.at(marked.sizes.values)
     assert not made.sizes.sizes
-    assert reconsider.reconsidered(marked, made, (), default_machine("h200")) is made
+    assert reconsider.reconsidered(marked, made, made, (), default_machine("h200")) is made

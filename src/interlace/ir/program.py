@@ -35,6 +35,7 @@ from interlace.ir.types import (
 from interlace.ir.view import Box, Step, View
 
 Sized = TypeVar("Sized", Buffer, Table, Step)
+AnyOp = TypeVar("AnyOp", bound=Op)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,12 +291,12 @@ def spots(ops: Sequence[Op]) -> Iterator[tuple[Spot, Op]]:
             yield (index, number), member
 
 
-def map_views(op: Op, change: Callable[[View], View]) -> Op:
+def map_views(op: AnyOp, change: Callable[[View], View]) -> AnyOp:
     """The op with every view changed."""
     return map_values(op, lambda value: change(value) if isinstance(value, View) else value)
 
 
-def map_values(op: Op, change: Callable[[object], object]) -> Op:
+def map_values(op: AnyOp, change: Callable[[object], object]) -> AnyOp:
     """The op with every value of its fields changed, also within tuples and ops that it holds."""
     changes: dict[str, Any] = {}
     for name in _mapped_fields(type(op)):

@@ -4,7 +4,7 @@ One decomposer reads every strategy as a row of data (`interlace/strategies.py`)
 strategy cannot serve it stays serial, with a remark; `auto` takes the strategy with the shortest
 predicted time of the site in isolation, `serial` among them.
 
-    decompose{strategy=peer,transport=put}
+    decompose{strategy=peer,protocol=put}
     decompose{strategy=pipeline,chunks=4,sites=[1,3]}
 
 Everything is emitted on the stream `main`, in an order in which no rank waits for what a peer lists
@@ -37,8 +37,8 @@ class Decompose:
 
     name: ClassVar[str] = "decompose"
     strategy: str = "auto"
-    transport: str | None = None
-    """Transport of `peer`: `get` or `put`; None takes the faster one for each site."""
+    protocol: str | None = None
+    """Protocol of `peer`: `get` or `put`; None takes the faster one for each site."""
     chunks: int = 0
     """Slices of `pipeline`, pieces of `fused`; 0 lets the strategy choose."""
     sites: tuple[int, ...] | None = None
@@ -52,11 +52,11 @@ class Decompose:
         if self.strategy not in names():
             known = ", ".join(names())
             raise PassError(f"decompose: no strategy {self.strategy!r}: one of {known}")
-        known = dict.fromkeys(row.transport for row in rows_of(self.strategy))
-        if self.transport is not None and self.transport not in known:
-            ways = " or ".join(known) or "no transport to choose"
+        known = [row.protocol for row in rows_of(self.strategy) if row.protocol is not None]
+        if self.protocol is not None and self.protocol not in known:
+            ways = " or ".join(known) or "no protocol to choose"
             raise PassError(
-                f"decompose: {self.strategy} has {ways}, and not transport={self.transport}"
+                f"decompose: {self.strategy} has {ways}, and not protocol={self.protocol}"
             )
         if self.chunks < 0:
             raise PassError(f"decompose: {self.chunks} chunks; give 0 or more")
@@ -95,7 +95,7 @@ class Decompose:
             return choose.choose(values, site)
         if self.strategy == "serial":
             return Choice(reason="requested")
-        rows = rows_of(self.strategy, self.transport)
+        rows = rows_of(self.strategy, self.protocol)
         row = rows[0]
         why = refusal(values, site, row, self.machine)
         if not why:
@@ -113,8 +113,7 @@ def written(analysis: Analysis, sites: Mapping[int, Site], gpu: bool) -> Program
     """The Program whose sites are overlapped as the Sites of these numbers say."""
     program, values = analysis.program, analysis.values
     names = values.names.copy()
-    blocks: list[tuple[int, ...]] = []
-    anchors: dict[int, int] = {}
+    blocks: dict[int, tuple[int, ...]] = {}
     made: dict[int, list[Op]] = {}
     overlapped: list[MatmulSite] = []
     slots: dict[str, str] = {}
@@ -129,13 +128,12 @@ def written(analysis: Analysis, sites: Mapping[int, Site], gpu: bool) -> Program
             made[at], raised = write_whole(values, names, values.collectives[at], row, number)
         else:
             assert found.site is not None, "a collective alone is never cut"
-            anchors[len(blocks)] = at
-            blocks.append(found.site.ops)
+            blocks[at] = found.site.ops
             overlapped.append(found.site)
             count = site.chunks or 0
             made[at], raised = write(values, names, found.site, row, count, number, gpu)
         slots |= raised
-    placed = in_blocks(without_moves(analysis.before, overlapped), blocks, anchors)
+    placed = in_blocks(without_moves(analysis.before, overlapped), blocks)
     assert placed is not None, "find_sites lets no sites pass that depend on one another"
     ops: list[Op] = []
     for block in placed:

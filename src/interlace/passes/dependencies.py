@@ -35,11 +35,8 @@ from itertools import islice, pairwise
 from interlace.ir import (
     KINDS,
     Access,
-    Alloc,
     Buffer,
-    Call,
     Collective,
-    Free,
     Index,
     Op,
     Others,
@@ -231,25 +228,27 @@ def _storage_edges(overlaps: Overlaps, touched: Touched, edges: Edges) -> None:
 
 def _lifetime_edges(program: Program, touched: Touched, edges: Edges, places: Edges) -> None:
     symmetric = symmetric_buffers(program)
-    taken: dict[str, int] = {}
+    taken: dict[str, tuple[int, Edges]] = {}
+    """The op that declares each buffer, and the edges that uses behind it get."""
     users: dict[str, list[int]] = {}
     for index, op in enumerate(program.ops):
-        if isinstance(op, Alloc):
-            taken[op.buffer.name] = index
-        elif isinstance(op, Free):
-            edges[index].update(users.pop(op.buffer, ()))
-            if op.buffer in taken:
-                edges[index].add(taken[op.buffer])
+        ordering = op.ordering()
+        if (buffer := ordering.takes) is not None:
+            # other kinds are there as soon as the host has listed them
+            taken[buffer.name] = index, edges if buffer.name in symmetric else places
+        elif (name := ordering.frees) is not None:
+            edges[index].update(users.pop(name, ()))
+            if name in taken:
+                edges[index].add(taken[name][0])
         else:
             reads, writes = touched[index]
             for name in {access.view.buffer for access in (*reads, *writes)}:
                 if name in taken:
-                    # other kinds are there as soon as the host has listed them
-                    declared = isinstance(program.ops[taken[name]], Alloc) and name not in symmetric
-                    (places if declared else edges)[index].add(taken[name])
+                    declared, behind = taken[name]
+                    behind[index].add(declared)
                 users.setdefault(name, []).append(index)
-            for buffer in op.fresh if isinstance(op, Call) else ():
-                taken[buffer.name] = index  # so that a use of no bytes stays behind it as well
+            for buffer in op.declares():
+                taken[buffer.name] = index, edges  # also uses of no bytes stay behind it
 
 
 # signals

@@ -8,7 +8,7 @@ the reason. Run again, the pass numbers afresh, but for sites that are overlappe
 A site's ops become one block, which `decompose` replaces as a whole. A block that would have to run
 both before and after some op outside it cannot be; `in_blocks` then gives None.
 
-    >>> in_blocks(before, [{0, 3}, {5, 6}])         # before: dependencies(program)
+    >>> in_blocks(before, {3: {0, 3}, 6: {5, 6}})   # before: dependencies(program)
     [(0, 3), (1,), (2,), (4,), (5, 6)]
 """
 
@@ -129,10 +129,10 @@ def _analyse(values: Dataflow, done: Collection[int], before: Before) -> list[Fo
             later: set[int] = set()  # matmuls that need what others of the site make
             while (
                 isinstance(site, GatherSite)
-                and len(site.matmuls) > 1
+                and len(site.calls) > 1
                 and not blocks.accepts(site.ops, site.kept)
             ):
-                later.add(site.matmuls[-1])
+                later.add(site.calls[-1])
                 site = recognise(values, i, op, taken | later)
             ops = site.ops
             if not blocks.accepts(ops, site.kept):
@@ -200,26 +200,19 @@ class Blocks:
             self.after[i] = tuple([j for j in self.after[i] if j not in mine])
 
 
-def in_blocks(
-    before: Edges, blocks: Sequence[Iterable[int]], anchors: Mapping[int, int] | None = None
-) -> list[tuple[int, ...]] | None:
+def in_blocks(before: Edges, blocks: Mapping[int, Iterable[int]]) -> list[tuple[int, ...]] | None:
     """All ops, each block together, in an order that keeps `before` and else the list's; or None.
 
-    A block stands where its op `anchors[number of the block]` would (default: its last op).
+    A block stands where the op of it that is its key would.
     """
     node = list(range(len(before)))
-    members: dict[int, list[int]] = {i: [i] for i in node}
-    for number, block in enumerate(blocks):
-        listed = sorted(block)
-        if not listed:
-            continue
-        anchor = (anchors or {}).get(number, listed[-1])
-        assert all(node[i] == i for i in listed), "blocks share an op"
-        for i in listed:
-            del members[i]
-        for i in listed:
+    for anchor, block in blocks.items():
+        for i in block:
+            assert node[i] == i, "blocks share an op"
             node[i] = anchor
-        members[anchor] = listed
+    members: dict[int, list[int]] = {}
+    for i, anchor in enumerate(node):
+        members.setdefault(anchor, []).append(i)
     missing = dict.fromkeys(members, 0)
     after: dict[int, set[int]] = {i: set() for i in members}
     for i, earlier in enumerate(before):

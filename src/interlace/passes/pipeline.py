@@ -127,13 +127,13 @@ def run_pipeline(
 
 
 def lowering(
-    options: Options, machine: Machine | None = None, transport: str | None = None, chunks: int = 0
+    options: Options, machine: Machine | None = None, protocol: str | None = None, chunks: int = 0
 ) -> tuple[Pass, ...]:
-    """The passes that lower a serial Program with these options; `transport` and `chunks` are those
+    """The passes that lower a serial Program with these options; `protocol` and `chunks` are those
     of `decompose`."""
     decompose = Decompose(machine=machine, strategy="serial")
     if options.overlap:
-        how = {"strategy": options.strategy, "transport": transport, "chunks": chunks}
+        how = {"strategy": options.strategy, "protocol": protocol, "chunks": chunks}
         decompose = dataclasses.replace(decompose, **how)
     found: list[Pass] = [FindSites(), decompose]
     if options.overlap:
@@ -152,18 +152,18 @@ def lower(
     program: Program,
     options: Options,
     machine: Machine | None = None,
-    transport: str | None = None,
+    protocol: str | None = None,
     chunks: int = 0,
 ) -> Program:
     """The overlapped Program of a serial one (with `overlap=False`, the serial one made ready).
 
-    `transport` and `chunks` are those of `decompose`: None and 0 choose for each site.
+    `protocol` and `chunks` are those of `decompose`: None and 0 choose for each site.
 
     Where messages, signals or one-sided copies are written by hand, the streams that they are on
     may be what keeps ranks from waiting for each other, or an order what nothing else shows. So
     such a Program is proved once more, and left as it is where passes would make it unsound.
     """
-    passes = lowering(options, machine, transport, chunks)
+    passes = lowering(options, machine, protocol, chunks)
     seen: list[Program] = []
     made = run_pipeline(program, passes, on_pass=lambda _, after: seen.append(after))
     pinned = {n: v for n, v in made.sizes.pinned.items() if n not in program.sizes.pinned}
@@ -171,7 +171,7 @@ def lower(
         # Sites are followed, and proofs found, by numbers where they were not by names. One at a
         # time: where the smallest, such as a batch, is a number, others need not be pinned.
         _, name = min((value, name) for name, value in pinned.items())
-        return lower(program.pin([name]), options, machine, transport, chunks)
+        return lower(program.pin([name]), options, machine, protocol, chunks)
     if options.overlap and options.strategy == "auto" and machine and machine.device != "cpu":
         copies = options.transport in ("auto", "peer") and "peer" in dict(machine.links)
         at = _place(passes)

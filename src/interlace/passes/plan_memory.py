@@ -12,19 +12,21 @@ laid out for the largest sizes of the Program's class, so offsets are numbers.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from interlace.errors import PassError
-from interlace.ir import Alloc, Buffer, Call, Free, Notify, Op, Program, Remark, View, views_in
+from interlace.ir import Alloc, Buffer, Free, Op, Program, Remark, View
 from interlace.ir.operators import matmul_of
 from interlace.ir.overlap import Overlaps
 from interlace.ir.sizes import UNBOUNDED
 from interlace.passes.dependencies import dependencies
-from interlace.passes.fuse import groups, used_by
+from interlace.passes.fuse import groups
 from interlace.passes.insert_sync import Order, clocks, strip_events
-from interlace.passes.rewrite import Rewrite
+from interlace.passes.rewrite import Rewrite, declaring
+from interlace.passes.uses import allocs_of, returned_by, used_by
 
 ARENA = "arena"
 ALIGNMENT = 256
@@ -50,34 +52,33 @@ class PlanMemory:
         frees = _place_frees(lives, len(program.ops))
         slots = _take_slots(lives, frees, sizes, self.reuse)
         rewrite = Rewrite(program.ops)
-        places = {name: {"storage": ARENA, "offset": offset} for name, offset in offsets.items()}
-        places |= {name: {"storage": slot, "offset": 0} for name, slot in slots.items()}
-        for index, op in enumerate(program.ops):
-            if isinstance(op, Alloc) and (place := places.get(op.buffer.name)):
-                buffer = dataclasses.replace(op.buffer, **place)
-                rewrite.replace(index, dataclasses.replace(op, buffer=buffer))
-            rewrite.after(index, *frees.get(index, ()))
+        storage = {name: (ARENA, offset) for name, offset in offsets.items()}
+        storage |= {name: (slot, 0) for name, slot in slots.items()}
+        allocs = allocs_of(program.ops)
+        for name, (holder, offset) in storage.items():
+            buffer = dataclasses.replace(lives.buffers[name], storage=holder, offset=offset)
+            rewrite.replace(allocs[name], declaring(program.ops[allocs[name]], buffer))
+        for index, freed in frees.items():
+            rewrite.after(index, *freed)
         remarks = _remarks(lives, offsets, slots, frees, sizes)
         kept = tuple(r for r in program.remarks if r.pass_name != self.name)
         return program.replace(ops=rewrite.ops(), remarks=kept).remarked(remarks)
 
 
-def _escaping(program: Program) -> set[str]:
-    return {view.buffer for arg in program.returned() for view in views_in(arg)}
-
-
 def _localise(program: Program) -> Program:
     """Fresh buffers that stay inside become local; local ones that leave, or whose size has no
     bound in the class, become fresh."""
-    escaping, overlaps = _escaping(program), Overlaps(program)
+    escaping, overlaps = returned_by(program), Overlaps(program)
     escaping |= {b.name for b in overlaps.buffers.values() if overlaps.size(b) >= UNBOUNDED}
     rewrite = Rewrite(program.ops)
-    for index, op in enumerate(program.ops):
-        if isinstance(op, Alloc) and op.buffer.kind in ("fresh", "local"):
-            kind = "fresh" if op.buffer.name in escaping else "local"
-            buffer = dataclasses.replace(op.buffer, kind=kind, storage=None, offset=0)
-            rewrite.replace(index, dataclasses.replace(op, buffer=buffer))
-        elif isinstance(op, Call) and (into := _into(op.fn)) and len(op.fresh) == 1:
+    for name, index in allocs_of(program.ops).items():
+        buffer = overlaps.buffers[name]
+        if buffer.kind in ("fresh", "local"):
+            kind = "fresh" if name in escaping else "local"
+            buffer = dataclasses.replace(buffer, kind=kind, storage=None, offset=0)
+            rewrite.replace(index, declaring(program.ops[index], buffer))
+    for index, op in program.calls().items():
+        if (into := _into(op.fn)) and len(op.fresh) == 1:
             (buffer,) = op.fresh
             if buffer.name not in escaping and buffer.strides is None:
                 rewrite.before(index, Alloc(buffer=dataclasses.replace(buffer, kind="local")))
@@ -104,24 +105,23 @@ def _uses(program: Program) -> list[set[str]]:
 
 def _place_allocs(program: Program) -> Program:
     """Each `Alloc` right before the first use, on its stream; no `Free`."""
-    pending: dict[str, Alloc] = {}
-    for op in program.ops:
-        if isinstance(op, Alloc) and pending.setdefault(op.buffer.name, op) is not op:
-            raise PassError(
-                f"plan_memory: {op.buffer.name!r} is allocated twice; give the second a new name"
-            )
+    allocs, used = allocs_of(program.ops), _uses(program)
+    pending = dict(allocs)
     rewrite = Rewrite(program.ops)
-    used = _uses(program)
     for index, op in enumerate(program.ops):
-        if isinstance(op, Alloc | Free):
+        ordering = op.ordering()
+        if (buffer := ordering.takes) is not None and allocs[buffer.name] != index:
+            raise PassError(
+                f"plan_memory: {buffer.name!r} is allocated twice; give the second a new name"
+            )
+        if buffer is not None or ordering.frees is not None:
             rewrite.replace(index)
             continue
-        for name in sorted(used[index]):
-            alloc = pending.pop(name, None)
-            if alloc is not None:
-                rewrite.before(index, dataclasses.replace(alloc, stream=op.stream))
-    escaping = _escaping(program)
-    left = [alloc for name, alloc in pending.items() if name in escaping]
+        for name in sorted(used[index] & pending.keys()):
+            alloc = program.ops[pending.pop(name)]
+            rewrite.before(index, dataclasses.replace(alloc, stream=op.stream))
+    escaping = returned_by(program)
+    left = [program.ops[index] for name, index in pending.items() if name in escaping]
     return program.replace(ops=(*rewrite.ops(), *left))
 
 
@@ -150,7 +150,7 @@ class Lives:
                     uses.setdefault(name, []).append(index)
         order = clocks(program.ops, dependencies(program, listed=False))
         inside = {i for group in groups(program) for i in group[:-1]}
-        return cls(program.ops, order, buffers, uses, _escaping(program), inside)
+        return cls(program.ops, order, buffers, uses, returned_by(program), inside)
 
     def last(self, name: str) -> list[int]:
         """Position that each stream must have reached for every use of the buffer to be done."""
@@ -245,11 +245,10 @@ def _place_frees(lives: Lives, count: int) -> dict[int, list[Free]]:
 
 def _told(ops: Sequence[Op], index: int) -> int:
     """The last of an op and the notifies that follow it: they do not wait for what is freed."""
-    while index + 1 < len(ops) and isinstance(ops[index + 1], Notify):
-        if ops[index + 1].stream != ops[index].stream:
-            break
-        index += 1
-    return index
+    following = itertools.takewhile(
+        lambda op: op.ordering().raises and op.stream == ops[index].stream, ops[index + 1 :]
+    )
+    return index + sum(1 for _ in following)
 
 
 def _take_slots(
@@ -260,8 +259,9 @@ def _take_slots(
     size: dict[tuple[str | None, str], int] = {}
     idle: dict[str | None, list[str]] = {}
     for index, op in enumerate(lives.ops):
-        if isinstance(op, Alloc) and op.buffer.kind == "symmetric":
-            wanted, team = sizes.get(op.buffer.name, 0), op.buffer.team
+        buffer = op.ordering().takes
+        if buffer is not None and buffer.kind == "symmetric":
+            wanted, team = sizes.get(buffer.name, 0), buffer.team
             free = idle.setdefault(team, [])
             best = min(free, key=lambda s: abs(size[team, s] - wanted)) if free and reuse else None
             if best is None:
@@ -269,7 +269,7 @@ def _take_slots(
             else:
                 free.remove(best)
             size[team, best] = max(wanted, size.get((team, best), 0))
-            names[op.buffer.name] = best
+            names[buffer.name] = best
         for released in frees.get(index, ()):
             if released.buffer in names:
                 team = lives.buffers[released.buffer].team

@@ -17,9 +17,7 @@ from interlace.cost import Machine, SiteKey, default_machine, run_after_run
 from interlace.cost.choose import MARGIN, Estimate, pick
 from interlace.cost.op_times import matmul_shape
 from interlace.ir import (
-    Arg,
     Buffer,
-    Call,
     Collective,
     Op,
     Program,
@@ -28,16 +26,18 @@ from interlace.ir import (
 )
 from interlace.ir.kernels import FLOAT8
 from interlace.ir.overlap import teams_of
+from interlace.ir.program import map_values
 from interlace.ir.sizes import at_hand, supposing
 from interlace.passes.dependencies import dependencies
 from interlace.passes.fuse import Fuse
 from interlace.passes.insert_sync import with_events
+from interlace.passes.rewrite import tagged
 from interlace.passes.schedule import Schedule
 from interlace.passes.sites.cone import result_of
 from interlace.passes.sites.recognise import GatherSite, MatmulSite, site_kind
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.emitter import Names
-from interlace.passes.strategies.pieces import DEFAULT_SLICES, collective_of, parts
+from interlace.passes.strategies.pieces import DEFAULT_SLICES, parts
 from interlace.passes.strategies.whole import lifted
 from interlace.passes.strategies.write import refusal, write
 from interlace.passes.take_turns import TakeTurns
@@ -55,7 +55,7 @@ def estimate(
     """The estimate of a strategy on a machine; None: serial."""
     label = label_of(row, chunks)
     predicted = seconds_alone(_alone(values, site, row, chunks, machine), machine)
-    spread = values.program.team(collective_of(values, site).team).hosts is not None
+    spread = values.program.team(site.op.team).hosts is not None
     known = None
     if _plain(values, site) and not spread:  # sites are measured on one host
         known = machine.measured_site(site_key(values, site, machine.captured), label)
@@ -66,7 +66,7 @@ def _alone(
     values: Dataflow, site: MatmulSite, row: Strategy | None, chunks: int, machine: Machine
 ) -> Program:
     """A site with a strategy as a Program of its own."""
-    names, op = values.names.copy(), collective_of(values, site)
+    names, op = values.names.copy(), site.op
     if row is None:
         return isolated(values, op, [values.program.ops[i] for i in site.ops])
     ops, slots = write(values, names, site, row, chunks, ALONE, machine.device == "cuda")
@@ -104,14 +104,14 @@ def label_of(row: Strategy | None, chunks: int = 0) -> str:
 def site_key(values: Dataflow, site: MatmulSite, graph: bool = False) -> SiteKey:
     """The site as measurements know it: M, K and N are those of a rank's matmuls together, and of
     FP8 the type and the numbers of packed rows."""
-    op = collective_of(values, site)
+    op = site.op
     assert op.dst is not None
     world = values.program.team(op.team).size
     found = [matmul_shape(values.calls[i], values.box) for i in site.calls]
     shapes = [shape for shape in found if shape is not None]
     packed = next((shape for shape in shapes if shape.dtype in FLOAT8), None)
     if isinstance(site, GatherSite):
-        outs = (result_of(values.program.ops[i]) for i in site.matmuls)
+        outs = (result_of(values.calls[i]) for i in site.calls)
         columns = sum(values.box(out).sizes[-1] for out in outs if out is not None)
         sizes = site.layout.total, packed.inner if packed else site.width, columns
     else:
@@ -229,7 +229,7 @@ class Chooser:
 
     def _candidates(self, values: Dataflow, site: MatmulSite) -> Iterator[tuple[Strategy, int]]:
         gpu = self._machine.device != "cpu"
-        apart = values.program.team(collective_of(values, site).team).hosts is not None
+        apart = values.program.team(site.op.team).hosts is not None
         reach = "peer" in dict(self._machine.links)
         for row in STRATEGIES.values():
             outdone = row.outdone and gpu and reach and not apart
@@ -257,23 +257,15 @@ def _signature(values: Dataflow, site: MatmulSite) -> object:
     """
     numbers: dict[str, int] = {}
 
-    def plain(arg: Arg) -> object:
-        if isinstance(arg, View):
-            return numbers.setdefault(arg.buffer, len(numbers)), values.box(arg)
-        return tuple(map(plain, arg)) if isinstance(arg, tuple) else (type(arg), arg)
-
-    def describe(op: Op) -> object:
-        touched = tuple(plain(access.view) for access in (*op.reads(), *op.writes()))
-        match op:
-            case Call():
-                options = tuple((name, plain(arg)) for name, arg in op.kwargs)
-                return op.fn, tuple(map(plain, op.args)), options, touched
-            case Collective():
-                facts = op.kind, op.team, op.reduce, op.root, op.splits, op.backend
-                return *facts, touched
+    def fact(value: object) -> object:
+        match value:
+            case Buffer():
+                return fact(View(value.name))
+            case View():
+                return numbers.setdefault(value.buffer, len(numbers)), values.box(value)
             case _:
-                return type(op).__name__, touched
+                return type(value), value
 
+    ops = [map_values(tagged(values.program.ops[i], site=None), fact) for i in site.ops]
     whole = site.whole if isinstance(site, GatherSite) else len(site.cone.used)
-    ops = tuple(describe(values.program.ops[i]) for i in site.ops)
-    return type(site).__name__, site.layout, whole, ops
+    return type(site).__name__, site.layout, whole, tuple(ops)

@@ -14,7 +14,6 @@ Note [Rows that come in time]
 
 from __future__ import annotations
 
-from interlace.ir import Collective
 from interlace.ir.kernels import TILE_ROWS
 from interlace.ir.sizes import Int, at_hand, counted
 from interlace.passes.sites.cone import lhs_of, result_of
@@ -52,7 +51,7 @@ pieces of 512 it reads the weight twice as often, and takes 3 % longer where mem
 
 def slices(values: Dataflow, site: MatmulSite, chunks: int) -> int:
     """Number of slices of a site for `pipeline`: as asked, or a few; a row each at least."""
-    whole = collective_of(values, site).kind == "all_reduce"
+    whole = site.op.kind == "all_reduce"
     rows = site.layout.total if whole else max(site.layout.shard)
     return counted(rows, 1, chunks or DEFAULT_SLICES)
 
@@ -85,7 +84,7 @@ def _in_quarters(values: Dataflow, site: GatherSite, chunks: int) -> bool:
     """True if a kernel awaits rows in quarters: as asked, or where they are many and come about as
     fast as it multiplies them."""
     step, rows = QUARTERS * TILE_ROWS, site.layout.rows[0]
-    result = result_of(values.program.ops[site.matmuls[0]])
+    result = result_of(values.calls[site.calls[0]])
     if chunks:
         wanted = chunks >= QUARTERS * len(site.layout.rows)
     else:
@@ -102,7 +101,7 @@ def slabs(values: Dataflow, site: MatmulSite, chunks: int) -> int:
     `chunks` are the parts that ranks have of slabs, of all ranks. The rows that a matmul contracts
     over count too: they must be as many on all ranks, as for every site.
     """
-    if isinstance(site, GatherSite) or collective_of(values, site).kind != "all_reduce":
+    if isinstance(site, GatherSite) or site.op.kind != "all_reduce":
         return 0
     (matmul,) = site.cone.ops
     inner = values.box(lhs_of(values.calls[matmul])).sizes[-1]
@@ -152,12 +151,7 @@ def by_kernel(nbytes: Int) -> bool:
 def part_bytes(values: Dataflow, site: MatmulSite) -> Int:
     """Bytes of the rows that each rank gives or keeps, where all have as many."""
     if isinstance(site, GatherSite):
-        dst = collective_of(values, site).dst
+        dst = site.op.dst
         assert dst is not None
         return site.layout.rows[0] * site.width * values.box(dst).dtype.itemsize
     return site.layout.rows[0] * site.cone.width * values.buffers[site.cone.value].dtype.itemsize
-
-
-def collective_of(values: Dataflow, site: MatmulSite) -> Collective:
-    """The collective of a site."""
-    return values.collectives[site.collective]
