@@ -162,8 +162,8 @@ def parts_of(values: Dataflow, op: Collective, whole: View) -> tuple[Int, ...]:
     if op.splits is None:
         return (box.nbytes // team.size,) * team.size
     table = next(t for t in values.program.tables if t.name == op.splits)
-    row = box.nbytes // max(sum(table.values), 1)
-    return tuple([rows * row for rows in table.values])
+    row_bytes = box.nbytes // max(sum(table.values), 1)
+    return tuple([rows * row_bytes for rows in table.values])
 
 
 def uses_of(values: Dataflow, name: str) -> tuple[list[int], set[str]]:
@@ -215,8 +215,8 @@ def _rows_of(
     if len(box.sizes) != (3 if matmul.batched else 2) or box.sizes[-1] == 0:
         raise Refused(f"{call.fn} contracts over nothing")
     width = box.sizes[-1]
-    row = width * box.dtype.itemsize
-    layout = gather_layout(values.contents(lhs, name, origin, row), row, shards, what)
+    row_bytes = width * box.dtype.itemsize
+    layout = gather_layout(values.contents(lhs, name, origin, row_bytes), row_bytes, shards, what)
     _check_stacks(layout, box.sizes[0] if matmul.batched else 0)
     blocks, even = blocks_of(call), not layout.padded and len(set(layout.rows)) == 1
     if blocks > 1 and not (even and blocks == layout.batch * len(layout.rows)):
@@ -269,21 +269,24 @@ def _scatter(values: Dataflow, i: int, op: Collective, taken: set[int]) -> Scatt
     if box.dtype != values.buffers[root].dtype or not values.whole(View(root)):
         does = "sends" if exchange else "reduces"
         raise Refused(f"it {does} other bytes than the matmul's rows")
-    row = cone.width * box.dtype.itemsize
-    if not row:
+    row_bytes = cone.width * box.dtype.itemsize
+    if not row_bytes:
         raise Refused("its matmul's rows have no columns")
     total = cone.rows
-    origin = (ByteRun(0, total * row, 0, 0),) if total * row else ()
-    contents = values.contents(op.src, root, origin, 0 if op.kind == "all_reduce" else row)
+    origin = (ByteRun(0, total * row_bytes, 0, 0),) if total * row_bytes else ()
+    contents = values.contents(op.src, root, origin, 0 if op.kind == "all_reduce" else row_bytes)
     team = values.program.team(op.team)
     if op.kind == "all_reduce":
-        if contents not in ((ByteRun(0, total * row, 0, 0),), ()) or box.nbytes != total * row:
+        if (
+            contents not in ((ByteRun(0, total * row_bytes, 0, 0),), ())
+            or box.nbytes != total * row_bytes
+        ):
             raise Refused("it reduces the matmul's rows in another order, or not all of them")
         with supposing():  # who cuts it into these notes them; a serial one needs no remainder
             rows = balanced_sizes(total, team.size)
         layout = RowLayout(1, rows, rows)
     else:
-        layout = scatter_layout(contents, row, parts_of(values, op, op.src), total)
+        layout = scatter_layout(contents, row_bytes, parts_of(values, op, op.src), total)
         _check_stacks(layout, cone.stacks)
     declared = _declared(values, op.dst.buffer, cone.ops)
     return ScatterSite(i, op, layout, moves, kept, declared, cone.ops, cone=cone)

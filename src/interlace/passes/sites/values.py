@@ -4,7 +4,7 @@ A buffer is a value where one op makes all of it; views and data movement (cat, 
 ...) are looked through down to a root:
 
     >>> values = Dataflow(program, rank=0)
-    >>> values.contents(View("t3").view(8, 4), "gathered", root_contents, row=16)
+    >>> values.contents(View("t3").view(8, 4), "gathered", root_contents, row_bytes=16)
     (ByteRun(start=0, length=64, source=0, offset=0), ...)
 """
 
@@ -107,11 +107,11 @@ class Dataflow(Uses):
                 stack += [view.buffer for view in self.moved(current) or ()]
         return found
 
-    def contents(self, view: View, root: str, origin: Contents, row: Int) -> Contents:
+    def contents(self, view: View, root: str, origin: Contents, row_bytes: Int) -> Contents:
         """The contents of a view, given those of the buffer `root` (in storage order); Refused
-        where that cuts rows of `row` bytes, if there are to be such rows."""
+        where that cuts rows of `row_bytes` bytes, if there are to be such rows."""
         memory: dict[str, Contents] = {root: origin}
-        return seen(self._stored(view.buffer, memory), self.box(view), row)
+        return seen(self._stored(view.buffer, memory), self.box(view), row_bytes)
 
     def _stored(self, name: str, memory: dict[str, Contents]) -> Contents:
         if name not in memory:

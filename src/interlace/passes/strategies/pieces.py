@@ -56,7 +56,7 @@ def slices(values: Dataflow, site: MatmulSite, chunks: int) -> int:
     return counted(rows, 1, chunks or DEFAULT_SLICES)
 
 
-def pieces(values: Dataflow, site: MatmulSite, row: Strategy, chunks: int) -> int:
+def pieces(values: Dataflow, site: MatmulSite, strategy: Strategy, chunks: int) -> int:
     """In how many pieces each rank's rows travel: `chunks` are of all ranks.
 
     Pieces of a scatter let bytes leave sooner, and the last be summed alone. Those of `fused` may
@@ -64,7 +64,7 @@ def pieces(values: Dataflow, site: MatmulSite, row: Strategy, chunks: int) -> in
     whole groups, where some number of them gives that. Rows that are gathered go whole, but for
     `fused`: Note [Rows that come in time].
     """
-    layout, fused = site.layout, row.fuses
+    layout, fused = site.layout, strategy.fuses
     if layout.batch != 1 or layout.padded or len(set(layout.rows)) > 1:
         return 1
     if isinstance(site, GatherSite):
@@ -121,13 +121,17 @@ def _tiles(rows: Int) -> int:
     return TILE_ROWS if rows >= TILE_ROWS else 1
 
 
-def parts(values: Dataflow, site: MatmulSite, row: Strategy, chunks: int) -> int:
+def parts(values: Dataflow, site: MatmulSite, strategy: Strategy, chunks: int) -> int:
     """Number of ranges of rows that a strategy moves, of all ranks."""
-    if row.whole:
+    if strategy.whole:
         return 0
-    if row.sliced:
+    if strategy.sliced:
         return slices(values, site, chunks)
-    count = slabs(values, site, chunks) or pieces(values, site, row, chunks) if row.fuses else 1
+    count = (
+        slabs(values, site, chunks) or pieces(values, site, strategy, chunks)
+        if strategy.fuses
+        else 1
+    )
     return count * len(site.layout.rows)
 
 

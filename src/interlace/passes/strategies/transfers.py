@@ -59,7 +59,7 @@ class Transfer:
     """Movement of matrices of `sizes[rank]` rows of `width`, one a rank."""
 
     emitter: Emitter
-    row: Strategy
+    strategy: Strategy
     name: str
     """The buffers that it makes are called so, and after what they hold."""
     sizes: tuple[Int, ...]
@@ -118,14 +118,14 @@ class Gather(Transfer):
         assert path is not None
         if self.slot is not None:
             self._get(NEAR_FIRST, take)
-        elif self.row.primitive == "messages":
+        elif self.strategy.primitive == "messages":
             self._messages(path, take)
-        elif self.row.primitive == "get":
+        elif self.strategy.primitive == "get":
             self._get(path, take)
         else:
             kept = (self._keep,) if self.whole and not self.lies else ()
             # a kernel that takes all chunks must not be held up by another matmul
-            if self.row.fuses:
+            if self.strategy.fuses:
                 self._put(path, takes, kept)
             else:
                 self._put(path, (), (_together((*takes, *kept)),))
@@ -135,7 +135,7 @@ class Gather(Transfer):
     @property
     def path(self) -> Path | None:
         """The way that chunks go."""
-        return self.row.gather
+        return self.strategy.gather
 
     @property
     def own(self) -> View:
@@ -295,11 +295,11 @@ class Scatter(Transfer):
 
     def run(self, compute: OnRows) -> None:
         """Emits the chunks' computation, their transfers and the sum."""
-        path = self.row.scatter
+        path = self.strategy.scatter
         assert path is not None
-        if self.row.primitive == "messages":
+        if self.strategy.primitive == "messages":
             self._messages(path, compute)
-        elif self.row.primitive == "get":
+        elif self.strategy.primitive == "get":
             self._get(path, compute)
         else:
             self._put(path, compute)
@@ -373,7 +373,7 @@ class Scatter(Transfer):
 
 def combine(
     e: Emitter,
-    row: Strategy,
+    strategy: Strategy,
     name: str,
     out: View,
     shape: tuple[Int, ...],
@@ -386,7 +386,7 @@ def combine(
     def alloc(part: str, kind: str) -> View:
         return e.alloc(f"{name}_{part}", dtype, shape, kind)
 
-    primitive, steps = row.primitive, e.steps(OWNERS)
+    primitive, steps = strategy.primitive, e.steps(OWNERS)
     parts = alloc("parts", "symmetric" if primitive == "get" else "local")
     slots = alloc("slots", "symmetric") if primitive == "put" else parts
     signal = "" if primitive == "messages" else e.names.new(f"{slots.buffer}_ready")
@@ -426,7 +426,7 @@ class Slabs(Transfer):
     def run(self, compute: Callable[[Slice, Chunk, View], None]) -> None:
         """Emits the computation of the parts (by `compute(slab, part, into)`), their transfers, the
         sums and their way back."""
-        e, path = self.emitter, self.row.scatter
+        e, path = self.emitter, self.strategy.scatter
         assert path is not None
         slots = self.alloc("slots", e.size, self.sizes[0], kind="symmetric")
         copied = self.count - 1 if self.small else self.count

@@ -57,7 +57,7 @@ EXCHANGED = (
 
 
 def refusal(
-    values: Dataflow, site: MatmulSite, row: Strategy, machine: Machine | None = None
+    values: Dataflow, site: MatmulSite, strategy: Strategy, machine: Machine | None = None
 ) -> str:
     """Why a strategy cannot serve a site (on that machine, where one is given); empty where it
     can."""
@@ -65,20 +65,20 @@ def refusal(
     team = values.program.team(op.team)
     if not site.layout.total:
         return "it has no rows"
-    if row.peers and team.hosts is not None:
+    if strategy.peers and team.hosts is not None:
         return f"team {team.name} spans hosts, which share no memory"
-    if op.kind == EXCHANGE and row.alone:
-        return row.alone
-    if row.sliced and slices(values, site, 0) < 2:
+    if op.kind == EXCHANGE and strategy.alone:
+        return strategy.alone
+    if strategy.sliced and slices(values, site, 0) < 2:
         return "each rank has a single row"
-    if row.copies:
+    if strategy.copies:
         return unmovable(values, op)
-    if op.reduce not in (None, "sum") and row.adds:
+    if op.reduce not in (None, "sum") and strategy.adds:
         return f"it adds up, and the collective takes the {op.reduce}"
-    if row.whole and op.reduce is not None and op.src is not None:
+    if strategy.whole and op.reduce is not None and op.src is not None:
         if (dtype := values.box(op.src).dtype) not in EXCHANGED:
             return f"its kernel does not reduce {dtype}"
-    if not row.fuses:
+    if not strategy.fuses:
         return ""
     specs = (matmul_of(values.calls[i].fn) for i in site.calls)
     packed = any(spec is not None and spec.blocks is not None for spec in specs)
@@ -121,21 +121,21 @@ def write(
     values: Dataflow,
     names: Names,
     site: MatmulSite,
-    row: Strategy,
+    strategy: Strategy,
     chunks: int,
     number: int | None,
     kernels: bool = False,
 ) -> tuple[list[Op], dict[str, str]]:
-    """The ops of a site, overlapped by the strategy of this row, and which buffers become slots of
+    """The ops of a site, overlapped by a strategy, and which buffers become slots of
     their teams (`lifted`); `kernels` as of `Emitter`."""
     op = site.op
-    if row.whole:
+    if strategy.whole:
         listed = [values.program.ops[i] for i in site.ops]
         at = next(i for i, one in enumerate(listed) if one is op)
-        made, slots = write_whole(values, names, op, row, number)
+        made, slots = write_whole(values, names, op, strategy, number)
         return [*listed[:at], *made, *listed[at + 1 :]], slots
     emitter = Emitter(names, values.program.team(op.team), op, number, kernels)
-    writer = _Writer(values, emitter, site, row, chunks)
+    writer = _Writer(values, emitter, site, strategy, chunks)
     if isinstance(site, GatherSite):
         writer.gather(site)
     elif op.kind == "all_reduce":
@@ -146,11 +146,11 @@ def write(
 
 
 def write_whole(
-    values: Dataflow, names: Names, op: Collective, row: Strategy, number: int | None
+    values: Dataflow, names: Names, op: Collective, strategy: Strategy, number: int | None
 ) -> tuple[list[Op], dict[str, str]]:
     """The ops in place of a collective that a strategy leaves in one piece, and which buffers
     become slots of their teams (`lifted`)."""
-    if not row.copies:
+    if not strategy.copies:
         return [replace(op, backend="peer")], {}
     slots = {op.dst.buffer: op.team} if op.dst is not None and lifts(values, op) else {}
     return by_copies(values, names, op, number), slots
@@ -160,9 +160,9 @@ class _Writer:
     """Writes one site."""
 
     def __init__(
-        self, values: Dataflow, emitter: Emitter, site: MatmulSite, row: Strategy, chunks: int
+        self, values: Dataflow, emitter: Emitter, site: MatmulSite, strategy: Strategy, chunks: int
     ) -> None:
-        self.values, self.emitter, self.row, self.chunks = values, emitter, row, chunks
+        self.values, self.emitter, self.strategy, self.chunks = values, emitter, strategy, chunks
         self.site, self.op, self.layout = site, site.op, site.layout
         self.compute = Compute(emitter, values)
         self.slots: dict[str, str] = {}
@@ -186,7 +186,7 @@ class _Writer:
 
     def pieces(self, halve: bool = False) -> Pieces:
         """Ranges of a rank's rows that go together; the last maybe in halves."""
-        count = pieces(self.values, self.site, self.row, self.chunks)
+        count = pieces(self.values, self.site, self.strategy, self.chunks)
         rows = self.layout.rows[0]  # where there are several, all are equal
         bounds = [rows * i // count for i in range(count + 1)]
         if halve:
@@ -232,22 +232,22 @@ class _Writer:
 
         if site.whole:
             self.declare(name)
-        elif not self.row.sliced and not self.row.puts:
+        elif not self.strategy.sliced and not self.strategy.puts:
             self.declare(name, "local")
         takes = [taking(i) for i in site.calls]
         if self.op.kind == EXCHANGE:
-            moved = e, self.row, name, (box.sizes[0] // e.size,) * e.size, width, box.dtype
+            moved = e, self.strategy, name, (box.sizes[0] // e.size,) * e.size, width, box.dtype
             dispatch = Dispatch(*moved, shard=self.src, full=View(name), shape=box.sizes)
             replace(dispatch, whole=site.whole).run(*takes)
             return
         full, shard = self.full(name, sum(layout.shard), width), self.shard(self.src, width)
-        if self.row.sliced:
+        if self.strategy.sliced:
             whole = full if site.whole else None
             self.slices(name, width).gather(shard, whole, partial(self.matmuls, site.calls))
             return
-        moved = e, self.row, name, layout.shard, width, box.dtype
+        moved = e, self.strategy, name, layout.shard, width, box.dtype
         kept = site.whole and layout.batch == 1 and len(set(layout.shard)) == 1
-        lies = kept and self.row.puts and lifts(self.values, self.op)
+        lies = kept and self.strategy.puts and lifts(self.values, self.op)
         if lies:
             self.slots[name] = self.op.team
         gather = Gather(*moved, shard=shard, full=full, pieces=self.pieces())
@@ -264,7 +264,7 @@ class _Writer:
 
     def stage(self, cone: Cone, in_place: bool) -> View | None:
         """Declares what others use; the cone's value as a matrix, if chunks may lie in it."""
-        in_place = in_place and not (self.row.accumulates and cone.value in cone.used)
+        in_place = in_place and not (self.strategy.accumulates and cone.value in cone.used)
         for i in cone.ops:
             name = made_by(self.values.calls[i]).buffer
             if name in cone.used:
@@ -277,8 +277,8 @@ class _Writer:
         """Matmuls and the reduce-scatter, or the all-to-all, of what they make."""
         e, layout, cone = self.emitter, site.layout, site.cone
         self.declare(self.dst.buffer)
-        exchange, sliced = self.op.kind == EXCHANGE, self.row.sliced
-        local = not self.row.fetched and layout.batch == 1 and not layout.padded
+        exchange, sliced = self.op.kind == EXCHANGE, self.strategy.sliced
+        local = not self.strategy.fetched and layout.batch == 1 and not layout.padded
         stage = self.stage(cone, local and not (exchange or sliced))
 
         def compute(index: Index, rows: View, within: Slice | None = None) -> None:
@@ -287,7 +287,7 @@ class _Writer:
             self.compute.cone(cone, self.rows(index, within), place)
 
         if exchange:
-            combine(e, self.row, cone.value, self.dst, self.box.sizes, self.box.dtype, compute)
+            combine(e, self.strategy, cone.value, self.dst, self.box.sizes, self.box.dtype, compute)
             return
         out = self.shard(self.dst, cone.width)
         if sliced:
@@ -301,9 +301,9 @@ class _Writer:
         """The reduction of a site into `out`."""
         cone, cuts = site.cone, self.pieces()
         own: Pieces = (None,)
-        if self.row.fuses and sums_beside(self.values, site, len(cuts)):
+        if self.strategy.fuses and sums_beside(self.values, site, len(cuts)):
             own = self.pieces(halve=halved(site, len(cuts)))
-        moved = self.emitter, self.row, cone.value, sizes, cone.width, self.box.dtype
+        moved = self.emitter, self.strategy, cone.value, sizes, cone.width, self.box.dtype
         return Scatter(*moved, stage=stage, out=out, pieces=cuts, own=own)
 
     def all_reduce(self, site: ScatterSite) -> None:
@@ -311,8 +311,8 @@ class _Writer:
         e, cone, name = self.emitter, site.cone, self.dst.buffer
         self.declare(name)
         full = self.full(name, cone.rows, cone.width)
-        stage = self.stage(cone, not self.row.fetched)
-        if self.row.sliced:
+        stage = self.stage(cone, not self.strategy.fetched)
+        if self.strategy.sliced:
             assert stage is not None
             count = slices(self.values, site, self.chunks)
             for i in range(count):
@@ -322,7 +322,7 @@ class _Writer:
                 self.compute.cone(cone, pick, ChunkPlace(part, part))
                 e.collective("all_reduce", part, whole, reduce=self.op.reduce)
             return
-        sizes, fused = balanced_sizes(cone.rows, e.size), self.row.fuses
+        sizes, fused = balanced_sizes(cone.rows, e.size), self.strategy.fuses
         if fused and (count := slabs(self.values, site, self.chunks)):
             assert stage is not None
             self.in_slabs(site, stage, full, count)
@@ -337,9 +337,9 @@ class _Writer:
             self.reduction(site, stage, mine, sizes).run(compute)
             e.collective("all_gather", mine, full, backend="peer")
             return
-        moved = e, self.row, name, sizes, cone.width, self.box.dtype
+        moved = e, self.strategy, name, sizes, cone.width, self.box.dtype
         gather = Gather(*moved, shard=mine, full=full, in_place=True)
-        if self.row.peers:  # peers fetch the sum from where it is made
+        if self.strategy.peers:  # peers fetch the sum from where it is made
             gather, mine = gather.show()
         self.reduction(site, stage, mine, sizes).run(compute)
         gather.run(lambda index, rows, within=None: None)
@@ -354,5 +354,5 @@ class _Writer:
 
         small = by_kernel(part_bytes(self.values, site) // count)
         dtype = self.values.buffers[cone.value].dtype
-        moved = self.emitter, self.row, cone.value, sizes, cone.width, dtype
+        moved = self.emitter, self.strategy, cone.value, sizes, cone.width, dtype
         Slabs(*moved, stage=stage, full=full, count=count, small=small).run(compute)
