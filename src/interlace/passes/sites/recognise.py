@@ -273,14 +273,12 @@ def _scatter(values: Dataflow, i: int, op: Collective, taken: set[int]) -> Scatt
     if not row_bytes:
         raise Refused("its matmul's rows have no columns")
     total = cone.rows
-    origin = (ByteRun(0, total * row_bytes, 0, 0),) if total * row_bytes else ()
+    nbytes = total * row_bytes
+    origin = (ByteRun(0, nbytes, 0, 0),) if nbytes else ()
     contents = values.contents(op.src, root, origin, 0 if op.kind == "all_reduce" else row_bytes)
     team = values.program.team(op.team)
     if op.kind == "all_reduce":
-        if (
-            contents not in ((ByteRun(0, total * row_bytes, 0, 0),), ())
-            or box.nbytes != total * row_bytes
-        ):
+        if contents not in ((ByteRun(0, nbytes, 0, 0),), ()) or box.nbytes != nbytes:
             raise Refused("it reduces the matmul's rows in another order, or not all of them")
         with supposing():  # who cuts it into these notes them; a serial one needs no remainder
             rows = balanced_sizes(total, team.size)

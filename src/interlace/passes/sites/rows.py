@@ -126,8 +126,8 @@ def _stretches(box: Box) -> tuple[Int, list[tuple[Int, Int]]]:
 def seen(buffer: Contents, box: Box, row_bytes: Int = 0) -> Contents:
     """The contents of a view, from those of its buffer (in storage order).
 
-    With `row_bytes`, the view is a matrix of rows of so many bytes: Refused at the first run that cuts
-    one, so that a transposed matrix need not be walked element by element.
+    With `row_bytes`, the view is a matrix of rows of so many bytes: Refused at the first run that
+    cuts one, so that a transposed matrix need not be walked element by element.
     """
     # Else stretches of a view hardly join but where a run of the buffer ends (or in zeros).
     if not row_bytes and box.numel and box.numel // _stretches(box)[0] - len(buffer) > MAX_RUNS:
