@@ -40,8 +40,7 @@ from interlace.frontend.importing.exchanges import communications
 from interlace.frontend.importing.nodes import location
 from interlace.ir import Program, Site
 from interlace.ir.program import communication_in_words
-from interlace.passes import lower
-from interlace.passes.strategies.choose import candidates
+from interlace.passes import candidates, lower
 from interlace.torch_private.dynamo import OptimizedModule, innermost_fn
 from interlace.trace import Run
 from interlace.trace.figures import site_figures

@@ -35,6 +35,8 @@ from interlace.ir.types import (
 )
 from interlace.ir.view import Box, Step, View
 
+AnyOp = TypeVar("AnyOp", bound=Op)
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -285,12 +287,12 @@ def spots(ops: Sequence[Op]) -> Iterator[tuple[Spot, Op]]:
             yield (index, number), member
 
 
-def map_views(op: Op, change: Callable[[View], View]) -> Op:
+def map_views(op: AnyOp, change: Callable[[View], View]) -> AnyOp:
     """The op with every view changed."""
     return map_values(op, lambda value: change(value) if isinstance(value, View) else value)
 
 
-def map_values(op: Op, change: Callable[[object], object]) -> Op:
+def map_values(op: AnyOp, change: Callable[[object], object]) -> AnyOp:
     """The op with every value in it changed, also within tuples, ops, buffers and views that it
     holds; of a view that was changed as a whole, no further."""
     return _mapped(op, change)
