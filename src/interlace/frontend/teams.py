@@ -32,6 +32,7 @@ from interlace.comm import limit_s, team_of
 from interlace.comm.teams import group_of_mesh
 from interlace.errors import AgreementError, TeamError
 from interlace.ir import Program, Team
+from interlace.runtime.prepare.agreement import gather
 from interlace.torch_private import resolve_process_group
 
 Groups = tuple[tuple[int, ...], ...]

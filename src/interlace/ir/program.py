@@ -15,7 +15,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 from interlace.errors import OptionError, ProgramError
 from interlace.ir.ops import Arg, Call, Collective, Get, Group, Name, Op, Put, Recv, Send
