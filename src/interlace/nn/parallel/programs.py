@@ -30,7 +30,7 @@ import functools
 import hashlib
 import weakref
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ class Programs:
             known = self._shelf.get(rows) or self._shelf.fitting({"S": rows})
             bound = known or self._bind(rows)
             self._shelf.last = last = (rows, bound, None)
-        return last[1].run(tensors, origin=origin)
+        return cast("list[Tensor]", last[1].run(tensors, origin=origin))
 
     def all(self) -> list[Bound]:
         """The bound Programs, the most recently used last."""
