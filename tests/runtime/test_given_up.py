@@ -66,7 +66,6 @@ def test_on_cuda_the_table_lets_go_of_them() -> None:
         assert [ref() for ref in held] == [None] * 3
 
 
-
 def backward_deaths(strategy: str, layers: int) -> tuple[list[str], list[str]]:
     """In the backward of so many layers: what the Program frees, in its order; what dies during the
     run, in order."""

@@ -204,7 +204,8 @@ class _Rank:
     def add_run(self, run: int) -> None:
         self.run, self.index = run, -1
         self.names = {}
-        self.held = {b.name: True for b in self.program.params if b.kind == "input"}
+        inputs = [b for b in self.program.params if b.kind == "input" and not b.registered]
+        self.held = {b.name: True for b in inputs}
         start = self.act(None, [(self.acts[-1].ended,)] if self.acts else [])
         start.touches = callers = [self.touch(extent, marks=True) for extent in self.registered]
         start.empties = [self.touch(extent, marks=True) for extent in self.outputs]
