@@ -81,7 +81,7 @@ def backward_deaths(strategy: str, layers: int) -> tuple[list[str], list[str]]:
             freed[:] = [op.buffer for op in self.program.ops if isinstance(op, Free)]
             params = [buffer.name for buffer in self.program.params]
             died.clear()
-            for name, tensor in zip(params, self.imported.gather(args), strict=True):
+            for name, tensor in zip(params, self.imported.to_inputs(args), strict=True):
                 weakref.finalize(tensor, died.append, name)
             del tensor
         result = run(self, args, *rest)

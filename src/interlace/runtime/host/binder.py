@@ -57,7 +57,7 @@ class HostBinder:
                 return self.copy(self.values.own(op.src), self.values.own(op.dst))
             case ir.Alloc(buffer=buffer) if buffer.kind == "symmetric":
                 return self.take(index, buffer.name)
-            case ir.Free(buffer=name) if self.plan.buffers[name].kind in ("symmetric", "fresh"):
+            case ir.Free(buffer=name) if self.plan.buffers[name].kind != "local":
                 return self.free(name)
             case ir.Record() | ir.HostSync():
                 return lambda: self.order.reach((index, member))
@@ -115,7 +115,7 @@ class HostBinder:
         return lambda: slot.take(uses[name], wait, control.where)
 
     def free(self, name: str) -> Thunk:
-        """Gives back the slot of a symmetric buffer, or the memory of a fresh one."""
+        """Gives back the slot of a symmetric buffer, or lets go of a fresh one or of an input."""
         if self.plan.buffers[name].kind == "symmetric":
             slot, uses = self.resources.slots[name], self.resources.uses
             return lambda: slot.free(uses[name])
