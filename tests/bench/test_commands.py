@@ -14,8 +14,6 @@ from tests.cli.schedules import ROOT
 from typer.testing import CliRunner
 
 from interlace.cli import app
-from interlace.cost import default_machine, fingerprint
-from interlace_bench.interconnect import ends
 from interlace_bench.rows import read
 from interlace_bench.settings import nbytes
 
@@ -52,18 +50,6 @@ def test_overlap(tmp_path: Path) -> None:
     assert f"wrote {tmp_path}/overlap.csv" in done.stdout
 
 
-def test_overlap_judges_bars_as_json_and_leaves_out_what_has_no_time(tmp_path: Path) -> None:
-    file = tmp_path / "mine.json"
-    default_machine("cpu").replace(host=fingerprint()).save(file)
-    given = ("--only", "auto,sequential", "--out", str(tmp_path), "--check", "--json")
-    timed = ("--calibration", str(file), "--seconds", "0.001")
-    done = bench_here("overlap", *TINY, *given, *timed)
-    report = json.loads(done.stdout)
-    assert report["facts"]["calibrated"] == "yes"
-    assert len(report["skipped"]) == 3
-    assert report["rows"] == report["bars"] == []
-
-
 @pytest.mark.slow
 def test_overlap_under_torchrun(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
@@ -98,22 +84,6 @@ def test_interconnect(tmp_path: Path) -> None:
     assert all(row["us"] > 0 for row in report["rows"])
     assert {"nccl", "ucc"} >= set(report["absent"])
     assert len(read(tmp_path / "interconnect.csv")) == len(report["rows"])
-
-
-def test_backends_side_by_side() -> None:
-    """The table has the smallest and the largest size, one after another by backend."""
-    series = (("gloo", (1, 4, 16)), ("peer", (1, 4, 16)), ("gloo", (0,)))
-    kinds = ("all_gather", "all_gather", "barrier")
-    rows = [
-        {"kind": kind, "backend": backend, "pattern": "team", "nbytes": size}
-        for kind, (backend, sizes) in zip(kinds, series, strict=True)
-        for size in sizes
-    ]
-    assert [(row["kind"], row["nbytes"], row["backend"]) for row in ends(rows)] == [
-        *(("all_gather", 1, "gloo"), ("all_gather", 1, "peer")),
-        *(("all_gather", 16, "gloo"), ("all_gather", 16, "peer")),
-        ("barrier", 0, "gloo"),
-    ]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from itertools import pairwise, permutations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from tests.support.pool import Pool
 
+from interlace.cost import default_machine, fingerprint
 from interlace_bench import overlap
 from interlace_bench.candidates import candidate
 from interlace_bench.race import LEAD_CYCLES, Opened, Racer, Variant, burst, percentile, race
@@ -217,3 +219,19 @@ def test_what_auto_chose_is_timed_once() -> None:
     assert overlap._twins([*others, entry("auto", "two", "graph")]) == {}
     assert overlap._twins([*others, entry("auto", "")]) == {}
     assert overlap._twins([put, entry("get", "one")]) == {}
+
+
+def without_time(calibration: str) -> Any:
+    """The report of a run that has no time left after its set-up."""
+    given: Any = {"preset": "tiny", "dtype": "f32", "seconds": 1e-3}
+    settings = OverlapSettings(**given, calibration=Path(calibration))
+    return overlap.work(settings, here(CPU), lambda event: None)
+
+
+def test_what_has_no_time_is_left_out(pool: Pool, tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    default_machine("cpu").replace(host=fingerprint()).save(file)
+    report, _ = pool(2).run(without_time, str(file))
+    assert report["facts"]["calibrated"] == "yes"
+    assert len(report["skipped"]) == 3
+    assert report["rows"] == []
