@@ -34,7 +34,7 @@ def bench_here(*args: str, code: int = 0) -> Any:
 
 
 def test_overlap(tmp_path: Path) -> None:
-    only = "serial,put,auto,sequential"
+    only = "put,auto,sequential"
     done = bench_here("overlap", *TINY, "--only", only, "--out", str(tmp_path), "--seconds", "20")
     assert done.stderr == "", "there is no progress bar off a terminal"
     rows = read(tmp_path / "overlap.csv")
@@ -131,13 +131,6 @@ def test_errors_say_what_to_mend(
     assert isinstance(done.exception, SystemExit)
     assert told in done.stderr
     assert "Traceback" not in done.stderr + capfd.readouterr().err, "nor do ranks print one"
-
-
-def test_ranks_that_cannot_do_it_end_with_one_error(tmp_path: Path) -> None:
-    given = ("--device", "cpu", "--shapes", "ag_gemm:7,4,4", "--out", str(tmp_path))
-    done = bench_here("overlap", *given, code=2)
-    assert "M does not divide over 2 ranks" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
