@@ -135,8 +135,8 @@ def _executor(
 ) -> Launch:
     """An Executor of the site by a strategy of ours, lowered, proved and prepared."""
     device, name, graph = ranks.device, facts["strategy"], facts["mode"] == "graph"
-    transport: Any = name if name in ("get", "put") else None
-    strategy: Any = "peer" if transport else name
+    protocol: Any = name if name in ("get", "put") else None
+    strategy: Any = "peer" if protocol else name
     options = Options(
         strategy=strategy,
         graph=graph,
@@ -146,7 +146,7 @@ def _executor(
     )
     groups = {"tp": ranks.group}
     serial = on_hosts(case.program(ranks.size), groups, TIMEOUT_S)
-    program = lower(serial, options, machine_for(options, device.type), transport=transport)
+    program = lower(serial, options, machine_for(options, device.type), protocol=protocol)
     for site in program.sites:
         if name == "auto":
             of_peer = f" {site.protocol}" if site.strategy == "peer" else ""

@@ -175,8 +175,7 @@ def calls(x: f32[3, 4]):
     ("fn", "told"),
     [
         ("aten.nothing.default", "no operator named 'aten.nothing.default'"),
-        ("aten.relu_6.default", "or 'aten.relu6.default'?"),
-        ("aten.add", "names no overload: write one of aten.add.Scalar"),
+        ("aten.add", "of torch's dispatcher with its overload, as aten.add.Tensor"),
         ("interlace.matmul", "no operator named 'interlace.matmul'"),
         ("aten.from_file.default", "it maps a file into memory"),
         ("operator.call", "Python's own functions are not reached"),

@@ -64,6 +64,7 @@ def test_a_failing_rank_is_named_and_all_are_ended(
     assert ("the last words" in str(result)) == ("die" in does), "a dead rank's log is repeated"
 
 
+@pytest.mark.slow
 def test_a_fork_server_of_the_user_is_left_alone(tmp_path: Path) -> None:
     """It would be the whole process's: with its environment, and with what it was told to load."""
     code = (
