@@ -1,15 +1,19 @@
-"""The candidates that compute a site: our strategies, and what they are compared with.
+"""The candidates that compute a site: our strategies, and what they are compared with, as variants.
 
-    (candidate,) = ours(case, ranks, ["put"], calibration=None)
-    run = candidate.open()           # every rank together: lower, prove, prepare
+    (variant,) = ours(case, ranks, inputs, ["put"], calibration=None)
+    run = variant.open().run         # every rank together: lower, prove, prepare
     y = run(x, w)
-    candidate.close()
+    variant.close()
 
 `sequential` is what a model without overlap does: NCCL, cuBLAS, one after the other on one stream.
 Its graphs hand out their own results, and either x is copied in or there is a graph for each x:
 what is faster here (as a rule a copy for gathers, and a graph for each x for reductions).
 `async-tp` is torch's; `gemm` is the matmul alone: half of the roof. A candidate that cannot serve
 the site says so by raising when it is opened.
+
+Facts of a candidate: `strategy` and `mode` (`eager` or `graph`); `whole`, for the matmul alone;
+`chosen`, the strategy that `auto` chose, or the way in which `sequential` replays; `predicted_us`;
+and the `text` of the Program that runs, if one does: candidates with the same text are the same.
 """
 
 from __future__ import annotations
@@ -20,7 +24,6 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,10 +37,10 @@ from interlace.runtime import Executor
 from interlace.runtime.hosts import on_hosts
 from interlace.runtime.machine import machine_for
 from interlace_bench.links import assert_no_multicast, enable_symmetric_memory
-from interlace_bench.race import burst, captured
+from interlace_bench.race import Opened, Variant, burst, captured, worst
 from interlace_bench.ranks import Ranks
 from interlace_bench.settings import STRATEGIES
-from interlace_bench.sites import DTYPES, SiteCase
+from interlace_bench.sites import DTYPES, Inputs, SiteCase, deviation, whole_check
 
 Sets = Sequence[tuple[torch.Tensor, torch.Tensor]]
 Launch = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -50,47 +53,46 @@ TRIALS = 3
 """Trials of each way to replay a graph, before the faster one is taken."""
 
 
-@dataclass(slots=True, eq=False)
-class Candidate:
-    """One way to compute a site."""
+Facts = dict[str, Any]
+Start = Callable[[Facts, contextlib.ExitStack], Launch]
+"""Sets up on all ranks together, notes facts and what to give back; returns what launches once."""
 
-    name: str
-    start: Callable[[Candidate], Launch]
-    """Sets up on all ranks together; returns what launches once."""
-    mode: str = "eager"
-    """`eager` or `graph`."""
-    loose: int = 1
-    """Largest deviation, as a multiple of what one rounding may change: a backend's sum rounds at
-    every rank."""
-    whole: bool = False
-    """True for the matmul alone, all rows at once."""
-    chosen: str = ""
-    """The strategy that `auto` chose, or the way in which `sequential` replays."""
-    predicted_s: float = math.nan
-    text: str = ""
-    """Text of the Program that runs, if one does: candidates with the same text are the same."""
-    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
-    def open(self) -> Launch:
-        """Sets up on all ranks together; returns what launches once."""
-        return self.start(self)
+def candidate(
+    case: SiteCase,
+    inputs: Inputs,
+    name: str,
+    start: Start,
+    mode: str = "eager",
+    loose: int = 1,
+    whole: bool = False,
+) -> Variant:
+    """A variant that is right where all checks come out, as often as one rounding may change its
+    result (`loose`: a backend's sum rounds at every rank)."""
+    held = contextlib.ExitStack()
+    facts: Facts = {"strategy": name, "mode": mode, "whole": whole, "chosen": "", "text": ""}
+    checks = [whole_check(case, inputs)] if whole else 2 * inputs.checks[mode]
 
-    def close(self) -> None:
-        """Gives everything back."""
-        self.held.close()
+    def make() -> Opened:
+        launch = start(facts, held)
+        return Opened(launch, lambda: worst(deviation(launch(*at), want) for at, want in checks))
+
+    sets = inputs.whole if whole else inputs.of(mode)
+    return Variant(f"{name}/{mode}", make, held.close, sets, loose, facts)
 
 
 def ours(
-    case: SiteCase, ranks: Ranks, names: Sequence[str], calibration: str | None
-) -> list[Candidate]:
+    case: SiteCase, ranks: Ranks, inputs: Inputs, names: Sequence[str], calibration: str | None
+) -> list[Variant]:
     """Our candidates for a case, eager and (on GPUs) as graphs."""
-    start = functools.partial(_executor, case, ranks, calibration)
     large = case.link_bytes(ranks.size) > EXCHANGE_BYTES
     by_backend = case.op != "ag_gemm"  # our own sums round once
     return [
-        Candidate(
+        candidate(
+            case,
+            inputs,
             name,
-            start,
+            functools.partial(_executor, case, ranks, calibration),
             mode,
             ranks.size if by_backend and name in ("serial", "pipeline", "auto") else 1,
         )
@@ -100,35 +102,41 @@ def ours(
     ]
 
 
-def rivals(case: SiteCase, ranks: Ranks, names: Sequence[str], sets: Sets) -> list[Candidate]:
+def rivals(case: SiteCase, ranks: Ranks, inputs: Inputs, names: Sequence[str]) -> list[Variant]:
     """The rivals for a case."""
-    found: list[Candidate] = []
+    found: list[Variant] = []
     launch = sequential(case, ranks)
+    of = functools.partial(candidate, case, inputs, loose=ranks.size)
     if "sequential" in names:
-        found.append(Candidate("sequential", lambda _: launch, loose=ranks.size))
+        found.append(of("sequential", lambda *_: launch))
         if ranks.cuda:
-            start = functools.partial(_replayed, ranks, launch, sets)
-            found.append(Candidate("sequential", start, "graph", ranks.size))
+            start = functools.partial(_replayed, ranks, launch, inputs.sets)
+            found.append(of("sequential", start, "graph"))
     if "async-tp" in names and ranks.cuda and case.op != "gemm_ar" and not case.float8:
-        start = functools.partial(_async_tp, case, ranks)
-        found.append(Candidate("async-tp", start, loose=ranks.size))
+        found.append(of("async-tp", functools.partial(_async_tp, case, ranks)))
     return found
 
 
-def whole_gemms(case: SiteCase, ranks: Ranks) -> list[Candidate]:
+def whole_gemms(case: SiteCase, ranks: Ranks, inputs: Inputs) -> list[Variant]:
     """The matmuls alone, by cuBLAS and our Triton kernel, of which the faster is half the roof."""
-    found = [Candidate("gemm torch", lambda _: matmul(case), loose=ranks.size, whole=True)]
+    of = functools.partial(candidate, case, inputs, loose=ranks.size, whole=True)
+    found = [of("gemm torch", lambda *_: matmul(case))]
     if ranks.cuda and not case.float8:
-        start = functools.partial(_triton_matmul, case, ranks)
-        found.append(Candidate("gemm triton", start, loose=ranks.size, whole=True))
+        found.append(of("gemm triton", functools.partial(_triton_matmul, case, ranks)))
     return found
 
 
-def _executor(case: SiteCase, ranks: Ranks, calibration: str | None, one: Candidate) -> Launch:
+def _executor(
+    case: SiteCase,
+    ranks: Ranks,
+    calibration: str | None,
+    facts: Facts,
+    held: contextlib.ExitStack,
+) -> Launch:
     """An Executor of the site by a strategy of ours, lowered, proved and prepared."""
-    device, graph = ranks.device, one.mode == "graph"
-    protocol: Any = one.name if one.name in ("get", "put") else None
-    strategy: Any = "peer" if protocol else one.name
+    device, name, graph = ranks.device, facts["strategy"], facts["mode"] == "graph"
+    protocol: Any = name if name in ("get", "put") else None
+    strategy: Any = "peer" if protocol else name
     options = Options(
         strategy=strategy,
         graph=graph,
@@ -140,19 +148,19 @@ def _executor(case: SiteCase, ranks: Ranks, calibration: str | None, one: Candid
     serial = on_hosts(case.program(ranks.size), groups, TIMEOUT_S)
     program = lower(serial, options, machine_for(options, device.type), protocol=protocol)
     for site in program.sites:
-        one.chosen = (
-            f"{site.strategy} {site.protocol}" if site.strategy == "peer" else site.strategy
-        )
+        if name == "auto":
+            of_peer = f" {site.protocol}" if site.strategy == "peer" else ""
+            facts["chosen"] = site.strategy + of_peer
         if site.predicted_ms is not None:
-            one.predicted_s = site.predicted_ms / 1e3
+            facts["predicted_us"] = site.predicted_ms * 1e3
         if options.strategy not in ("auto", site.strategy):
             said = [r.text for r in program.remarks if r.pass_name == "decompose"]
-            raise UnsupportedError("; ".join(said) or f"{one.name} does not serve this site")
+            raise UnsupportedError("; ".join(said) or f"{name} does not serve this site")
     plain = {"reason": "", "serial_ms": None, "predicted_ms": None}
     sites = tuple(dataclasses.replace(site, **plain) for site in program.sites)
-    one.text = str(program.replace(sites=sites, remarks=()))
+    facts["text"] = str(program.replace(sites=sites, remarks=()))
     executor = Executor(program, groups=groups, device=device, options=options)
-    one.held.callback(executor.close)
+    held.callback(executor.close)
     executor.prepare()
     run = executor.run
     return lambda x, w: run((x, w))[0]
@@ -195,7 +203,9 @@ def sequential(case: SiteCase, ranks: Ranks) -> Launch:
     return {"ag_gemm": ag_gemm, "gemm_rs": gemm_rs, "gemm_ar": gemm_ar}[case.op]
 
 
-def _replayed(ranks: Ranks, launch: Launch, sets: Sets, one: Candidate) -> Launch:
+def _replayed(
+    ranks: Ranks, launch: Launch, sets: Sets, facts: Facts, held: contextlib.ExitStack
+) -> Launch:
     """Replays graphs of a launch: with x copied in, or a graph for each x, as is faster."""
     first, weight = sets[0]
     side = torch.cuda.Stream()
@@ -226,11 +236,11 @@ def _replayed(ranks: Ranks, launch: Launch, sets: Sets, one: Candidate) -> Launc
         for name, run in runs.items():
             spent = burst(ranks, run, given, TRIALS * len(given), warm=len(given))[0]
             took[name] = min(took[name], *ranks.maximum([spent]))
-    one.chosen = min(took, key=lambda name: took[name])
-    return runs[one.chosen]
+    facts["chosen"] = min(took, key=lambda name: took[name])
+    return runs[facts["chosen"]]
 
 
-def _async_tp(case: SiteCase, ranks: Ranks, one: Candidate) -> Launch:
+def _async_tp(case: SiteCase, ranks: Ranks, *_: Any) -> Launch:
     """torch's async tensor parallelism: its fused operators on symmetric memory."""
     assert_no_multicast(ranks.device)
     name = enable_symmetric_memory(ranks.group)
@@ -242,7 +252,7 @@ def _async_tp(case: SiteCase, ranks: Ranks, one: Candidate) -> Launch:
     return lambda x, w: scatter(x, w, "sum", 0, name)
 
 
-def _triton_matmul(case: SiteCase, ranks: Ranks, one: Candidate) -> Launch:
+def _triton_matmul(case: SiteCase, ranks: Ranks, *_: Any) -> Launch:
     try:
         kernels: Any = importlib.import_module("interlace.kernels.gemm.matmul")
     except ImportError as error:

@@ -9,7 +9,6 @@ to what was measured (`interlace_bench.fit`) and saves it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 
 from interlace.cost import default_machine, fingerprint
@@ -39,9 +38,11 @@ def work(settings: InterconnectSettings, ranks: Ranks, tell: Tell) -> Row | None
     if ranks.me:
         return None
     common = facts(ranks.device.type, settings.commit)
-    rows = [{**sample.row, **common} for sample in samples]
+    rows: list[Row] = [{**sample.row, **common} for sample in samples]
     tell({"event": "rows", "rows": rows})
-    found = {"rows": rows, "shown": ends(rows), "absent": absent, "facts": common}
+    largest = {row["kind"]: row["nbytes"] for row in rows}  # sizes grow
+    shown = [row for row in rows if row["nbytes"] == largest[row["kind"]]]
+    found = {"rows": rows, "shown": shown, "absent": absent, "facts": common}
     return {**found, "headline": f", {ranks.size} ranks"}
 
 
@@ -54,20 +55,6 @@ def measured(settings: InterconnectSettings, ranks: Ranks, tell: Tell) -> list[S
     step = functools.partial(_step, tell)
     sizes, shorter = (sizes_between(LEAST, each) for each in (most, min(most, COLLECTIVES_MOST)))
     return [*measure_links(ranks, sizes, step), *measure_collectives(ranks, shorter, step)]
-
-
-def ends(rows: Sequence[Row]) -> list[Row]:
-    """The rows of the smallest and the largest size of each kind, backends side by side."""
-    sizes: dict[tuple[str, str], list[int]] = {}
-    for row in rows:
-        sizes.setdefault((row["kind"], row["pattern"]), []).append(row["nbytes"])
-    return [
-        row
-        for (kind, pattern), known in sizes.items()
-        for size in dict.fromkeys((min(known), max(known)))
-        for row in rows
-        if (row["kind"], row["pattern"], row["nbytes"]) == (kind, pattern, size)
-    ]
 
 
 def calibrate_work(settings: CalibrationSettings, ranks: Ranks, tell: Tell) -> Row | None:

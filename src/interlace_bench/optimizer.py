@@ -298,9 +298,10 @@ def work(settings: OptimizerSettings, ranks: Ranks, tell: Tell) -> Report | None
     """Races the variants; rank 0 gets the report."""
     trained = OptimizerVariants(settings, ranks)
     variants = [trained.variant(name) for name in settings.names]
-    first = prepare(ranks, variants[0])
-    also(ranks, first, trained.measure)
-    close([first])  # what stays from a first one is nobody's
+    if ranks.cuda:  # what stays of memory from a first one is nobody's
+        first = prepare(ranks, variants[0])
+        also(ranks, first, trained.measure)
+        close([first])
     racers = run_race(ranks, variants, trained.time, tell, measure=trained.measure)
     rows = _rows(trained, racers)
     tell({"event": "rows", "rows": rows})

@@ -20,10 +20,9 @@ import torch
 from interlace.launch import Tell
 from interlace.options import Options
 from interlace.runtime.machine import machine_for
-from interlace_bench.candidates import Candidate, ours, rivals, whole_gemms
+from interlace_bench.candidates import ours, rivals, whole_gemms
 from interlace_bench.links import ROOF_SIZES, best_copy
 from interlace_bench.race import (
-    Opened,
     Racer,
     Variant,
     also,
@@ -32,12 +31,11 @@ from interlace_bench.race import (
     race,
     run_cases,
     run_race,
-    worst,
 )
 from interlace_bench.ranks import Ranks
 from interlace_bench.rows import Row, facts
 from interlace_bench.settings import OverlapSettings, whole, words
-from interlace_bench.sites import Inputs, SiteCase, cases_of, deviation, make_inputs, whole_check
+from interlace_bench.sites import SiteCase, cases_of, make_inputs
 
 BRIEF_S = 150e-6
 """A longer launch hides its host's time, which is then taken from the bursts."""
@@ -61,8 +59,9 @@ def work(settings: OverlapSettings, ranks: Ranks, tell: Tell) -> Row | None:
     smallest = {case.op: min(_work(c) for c in cases if c.op == case.op) for case in cases}
 
     def measure(case: SiteCase, share: float) -> list[Row]:
-        timed = _case(case, settings, ranks, share, _work(case) == smallest[case.op], tell)
-        return [row | common for row in _rows(case, timed, bandwidth, ranks)]
+        small = _work(case) == smallest[case.op]
+        racers = _case(case, settings, ranks, share, small, tell)
+        return [row | common for row in _rows(case, racers, bandwidth, ranks)]
 
     named = {str(case): functools.partial(measure, case) for case in cases}
     (spent,) = ranks.maximum([time.monotonic() - begun])
@@ -79,87 +78,66 @@ def _work(case: SiteCase) -> int:
     return case.m * case.k * case.n
 
 
-Timed = dict[Candidate, Racer]
-
-
 def _case(
     case: SiteCase, settings: OverlapSettings, ranks: Ranks, share: float, small: bool, tell: Tell
-) -> Timed:
+) -> list[Racer]:
     """Every candidate, timed and closed; whole matmuls come first."""
     begun = time.monotonic()
     inputs = make_inputs(case, ranks)
-    candidates = [
-        *whole_gemms(case, ranks),
-        *rivals(case, ranks, settings.names, inputs.sets),
-        *ours(case, ranks, settings.names, whole(settings.calibration)),
+    variants = [
+        *whole_gemms(case, ranks, inputs),
+        *rivals(case, ranks, inputs, settings.names),
+        *ours(case, ranks, inputs, settings.names, whole(settings.calibration)),
     ]
-    variants = {one: _variant(one, case, inputs) for one in candidates}
-    sites = [item.name for one, item in variants.items() if not one.whole]
 
     def timer(ready: list[Racer]) -> None:
-        known = {racer.variant.name: racer for racer in ready}
-        twins = _twins([one for one, item in variants.items() if item.name in known])
+        twins = _twins([racer.variant for racer in ready])
         spent = max(ranks.maximum([time.monotonic() - begun]))
-        running = {n: known[n] for n in known if n not in {variants[one].name for one in twins}}
+        running = {r.variant.name: r for r in ready if r.variant.name not in twins}
         race(ranks, [*running.values()], max(share - spent, MARGIN_S * share), ahead=1)
-        timed = [running[name] for name in sites if name in running]
+        timed = [racer for racer in running.values() if not racer.variant.facts["whole"]]
         fastest = min((racer.median for racer in timed if racer.timed), default=math.inf)
         if small or max(ranks.maximum([fastest])) <= BRIEF_S:
             for racer in timed:
                 also(ranks, racer, many_calls)
-        for one, twin in twins.items():
-            here, there = (known[variants[each].name] for each in (one, twin))
-            here.rounds, here.host, here.clocks = there.rounds, there.host, there.clocks
-            here.problem = there.problem
+        for racer in ready:
+            if (twin := running.get(twins.get(racer.variant.name, ""))) is not None:
+                racer.rounds, racer.host, racer.clocks = twin.rounds, twin.host, twin.clocks
+                racer.problem = twin.problem
 
     def many_calls(racer: Racer) -> None:
         """Times calls of this rank's host, in place of the bursts' calls."""
         racer.host = host_times(ranks, racer.run, racer.variant.sets, settings.host_runs)
 
-    racers = run_race(ranks, variants.values(), timer, tell, f"{case}: ")
-    close(racers.values())
-    return {one: racers[item.name] for one, item in variants.items()}
+    racers = [*run_race(ranks, variants, timer, tell, f"{case}: ").values()]
+    close(racers)
+    return racers
 
 
-def _variant(one: Candidate, case: SiteCase, inputs: Inputs) -> Variant:
-    """A candidate as a variant, which is right where all checks come out."""
-    checks = [whole_check(case, inputs)] if one.whole else 2 * inputs.checks[one.mode]
-
-    def make() -> Opened:
-        launch = one.open()
-        return Opened(launch, lambda: worst(deviation(launch(*at), want) for at, want in checks))
-
-    sets = inputs.whole if one.whole else inputs.of(one.mode)
-    return Variant(f"{one.name}/{one.mode}", make, one.close, sets, one.loose)
-
-
-def _twins(candidates: Sequence[Candidate]) -> dict[Candidate, Candidate]:
+def _twins(variants: Sequence[Variant]) -> dict[str, str]:
     """Candidates whose Program is that of another, which is timed for both: what `auto` chose is
     the same launches as the fixed strategy, and would differ by noise alone."""
-    found: dict[Candidate, Candidate] = {}
-    for one in candidates:
-        if one.name == "auto" and one.text:
-            runs = one.text, one.mode
-            same = [c for c in candidates if c is not one and (c.text, c.mode) == runs]
-            if same:
-                found[one] = same[0]
-    return found
+    runs = {(v.facts["text"], v.facts["mode"]): v.name for v in reversed(variants)}
+    return {
+        v.name: other
+        for v in variants
+        if v.facts["strategy"] == "auto" and v.facts["text"]
+        if (other := runs[v.facts["text"], v.facts["mode"]]) != v.name
+    }
 
 
-def _rows(case: SiteCase, timed: Timed, bandwidth: float, ranks: Ranks) -> list[Row]:
+def _rows(case: SiteCase, racers: Sequence[Racer], bandwidth: float, ranks: Ranks) -> list[Row]:
     """The rows of a case."""
-
-    base = {one.mode: racer.median for one, racer in timed.items() if one.name == "sequential"}
-    gemms = [racer for one, racer in timed.items() if one.whole]
-    gemm_s = min((racer.median for racer in gemms if racer.timed), default=math.nan)
+    known = [(racer.variant.facts, racer) for racer in racers]
+    base = {of["mode"]: racer.median for of, racer in known if of["strategy"] == "sequential"}
+    gemms = [racer.median for of, racer in known if of["whole"] and racer.timed]
+    gemm_s = min(gemms, default=math.nan)
     link_s = case.link_bytes(ranks.size) / bandwidth
     return [
         {
             **asdict(case),
             "world": ranks.size,
-            "strategy": one.name,
-            "mode": one.mode,
-            "chosen": one.chosen if one.name in ("auto", "sequential") else "",
+            **{name: of[name] for name in ("strategy", "mode", "chosen")},
             **racer.columns("median_us", "p90_us", "least_us", "host_us", "host_runs"),
             "speedup_eager": base.get("eager", math.nan) / racer.median,
             "speedup_graph": base.get("graph", math.nan) / racer.median,
@@ -167,8 +145,8 @@ def _rows(case: SiteCase, timed: Timed, bandwidth: float, ranks: Ranks) -> list[
             "gemm_us": gemm_s * 1e6,
             "link_us": link_s * 1e6,
             "bandwidth_gbs": bandwidth / 1e9,
-            "predicted_us": one.predicted_s * 1e6,
+            "predicted_us": of.get("predicted_us", math.nan),
             **racer.columns("deviation", "rounds", "sm_mhz", "error"),
         }
-        for one, racer in timed.items()
+        for of, racer in known
     ]

@@ -51,7 +51,7 @@ AHEAD_LAUNCHES, AHEAD_ROUNDS = 8, 7
 AHEAD_CYCLES = 4e9
 """Cycles that the device waits for each second of the host's: twice as long as that takes."""
 MOST_CYCLES = 40_000_000
-"""Most cycles that it waits so that the host is ahead."""
+"""Most cycles that it waits for each launch by which the host shall be ahead."""
 REST_S = 5e-3
 """Seconds that the device rests before a burst."""
 HOST_BATCH = 20
@@ -87,6 +87,8 @@ class Variant:
     sets: Sets = ((),)
     limit: float = 1.0
     """Largest deviation that it may have."""
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Further columns of its row; those that are known once it is open come then."""
 
 
 @dataclass(slots=True)
@@ -316,7 +318,7 @@ def burst(
             begun = time.perf_counter()
             run(*inputs[number % len(inputs)])
             cycles = int(ahead * AHEAD_CYCLES * (time.perf_counter() - begun))
-            lead = max(lead, min(MOST_CYCLES, cycles))
+            lead = max(lead, min(ahead * MOST_CYCLES, cycles))
     finally:
         ranks.synchronize()
         if ahead:  # by the slowest host: a device that waited less would count the others' wait

@@ -143,21 +143,6 @@ def kernel_bars(rows: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[float
     return {(v.bar, v.way): (round(v.figure, 4), v.passed) for v in judge("kernels", rows)}
 
 
-@pytest.mark.parametrize(("share", "passed"), [(0.85, True), (0.849, False)])
-def test_the_loss_is_judged_by_bandwidth_and_memory(share: float, passed: bool) -> None:
-    rows = [
-        kernel(CE, "interlace", share=share, peak_bytes=100.0),
-        kernel(CE, "torch.compile", share=0.5, peak_bytes=99.0),
-        kernel({**CE, "dtype": "f32"}, "interlace", share=0.1, peak_bytes=1.0),
-        kernel({**CE, "does": "forward"}, "interlace", share=0.1, peak_bytes=1.0),
-    ]
-    assert kernel_bars(rows) == {
-        ("share of copy bandwidth", "interlace"): (share, passed),
-        ("peak memory over torch.compile's", "interlace"): (1.0101, False),
-    }
-    assert len(missed(judge("kernels", rows))) == (1 if passed else 2)
-
-
 def test_rows_that_tell_nothing_are_no_verdict() -> None:
     broken = kernel(CE, "torch.compile", peak_bytes=99.0, error="absent")
     assert kernel_bars([kernel(CE, "interlace", share=0.9, peak_bytes=100.0), broken]) == {
@@ -181,30 +166,43 @@ def test_no_variant_clears_a_bar_for_the_default() -> None:
     assert len(missed(judge("kernels", rows))) == 1
 
 
-def test_adam_is_judged_by_bandwidth_and_rival() -> None:
-    half = {**ADAM, "shape": "1.40e9 all bf16", "dtype": "bf16"}
-    rows = [
-        kernel(ADAM, "interlace", median_us=10.0, share=0.9),
-        kernel(ADAM, "torch", median_us=10.0, share=0.9),
-        kernel(half, "interlace", median_us=5.0, share=0.89),
-    ]
-    found = [(v.bar, v.case.split(" ", 2)[2], v.passed) for v in judge("kernels", rows)]
-    assert found == [
-        ("share of copy bandwidth", "all f32 f32 step", True),
-        ("share of copy bandwidth", "all bf16 bf16 step", False),
-        ("time over torch fused", "all f32 f32 step", False),
-    ]
+MUON = {"op": "muon", "dtype": "bf16", "does": "step"}
+HALF = {**ADAM, "shape": "1.40e9 all bf16", "dtype": "bf16"}
+JUDGED: dict[str, tuple[list[dict[str, Any]], list[tuple[str, float, bool]]]] = {
+    "the loss by bandwidth and memory": (
+        [
+            kernel(CE, "interlace", share=0.849, peak_bytes=100.0),
+            kernel(CE, "torch.compile", share=0.5, peak_bytes=99.0),
+            kernel({**CE, "dtype": "f32"}, "interlace", share=0.1, peak_bytes=1.0),
+            kernel({**CE, "does": "forward"}, "interlace", share=0.1, peak_bytes=1.0),
+        ],
+        [(">= 0.85", 0.849, False), ("<= 1", 1.0101, False)],
+    ),
+    "Adam by bandwidth and rival": (
+        [
+            kernel(ADAM, "interlace", median_us=10.0, share=0.9),
+            kernel(ADAM, "torch", median_us=10.0, share=0.9),
+            kernel(HALF, "interlace", median_us=5.0, share=0.89),
+        ],
+        [(">= 0.9", 0.9, True), (">= 0.9", 0.89, False), ("< 1", 1.0, False)],
+    ),
+    "Muon by its default way": (
+        [
+            kernel({**MUON, "shape": shape}, way, speedup_torch=times)
+            for shape in ("8 layers of llama3-8b", "80 small matrices")
+            for way, times in (("interlace", 1.6), ("interlace gram", 3.0), ("torch", 1.0))
+        ],
+        [(">= 1.5", 1.6, True), (">= 6", 1.6, False)],
+    ),
+}
 
 
-def test_muon_is_judged_by_its_default_way() -> None:
-    of = {"op": "muon", "dtype": "bf16", "does": "step"}
-    rows = [
-        kernel({**of, "shape": shape}, way, speedup_torch=times)
-        for shape in ("8 layers of llama3-8b", "80 small matrices")
-        for way, times in (("interlace", 1.6), ("interlace gram", 3.0), ("torch", 1.0))
-    ]
-    found = [(v.way, v.limit, v.figure, v.passed) for v in judge("kernels", rows)]
-    assert found == [("interlace", ">= 1.5", 1.6, True), ("interlace", ">= 6", 1.6, False)]
+@pytest.mark.parametrize("name", JUDGED)
+def test_kernels_are_judged(name: str) -> None:
+    rows, expected = JUDGED[name]
+    verdicts = judge("kernels", rows)
+    assert [(v.limit, round(v.figure, 4), v.passed) for v in verdicts] == expected
+    assert len(missed(verdicts)) == sum(not passed for *_, passed in expected)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from itertools import pairwise, permutations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ import torch
 import torch.distributed as dist
 from tests.support.pool import Pool
 
+from interlace.cost import default_machine, fingerprint
 from interlace_bench import overlap
-from interlace_bench.candidates import Candidate
+from interlace_bench.candidates import candidate
 from interlace_bench.race import LEAD_CYCLES, Opened, Racer, Variant, burst, percentile, race
 from interlace_bench.ranks import here
 from interlace_bench.settings import OverlapSettings
@@ -130,38 +133,32 @@ def test_every_candidate_follows_every_other(pool: Pool) -> None:
     assert set(pairwise(first)) == set(permutations("abc", 2))
 
 
-class Odd(Candidate):
-    """A candidate that computes what it is told to."""
+def odd(name: str, closed: list[str], case: Any, inputs: Any) -> Variant:
+    """A candidate that is right, wrong, or raises; or cannot be opened at all."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name, lambda _: self.launch)
-        self.closed = 0
-
-    def launch(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def launch(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = x @ w
         dist.all_reduce(y)
-        if self.name == "wrong" and dist.get_rank() == 1:
+        if name == "wrong" and dist.get_rank() == 1:
             y[3, 2] += 100
-        if self.name == "raises":
+        if name == "raises":
             raise RuntimeError("in the middle")
         return y
 
-    def open(self) -> Any:
-        """A function that is right, wrong, or raises; or nothing at all."""
-        if self.name == "unfit":
+    def start(facts: Any, held: contextlib.ExitStack) -> Any:
+        held.callback(closed.append, name)
+        if name == "unfit":
             raise RuntimeError("cannot serve this")
-        return super().open()
+        return launch
 
-    def close(self) -> None:
-        """Counts."""
-        self.closed += 1
+    return candidate(case, inputs, name, start)
 
 
 def measured(names: list[str], rows: tuple[int, ...] = (8,), brief_s: float = 0.0) -> Any:
-    """The report of a run with odd candidates, and how often each was closed."""
+    """The report of a run with odd candidates, and which of them were closed."""
     overlap.BRIEF_S = brief_s
-    odd = [Odd(name) for name in names]
-    overlap.ours = lambda *args: odd  # type: ignore[assignment]
+    closed: list[str] = []
+    overlap.ours = lambda case, ranks, inputs, *_: [odd(n, closed, case, inputs) for n in names]
     settings = OverlapSettings(
         shapes=" ".join(f"gemm_ar:{m},4,6" for m in rows),
         dtype="f32",
@@ -173,7 +170,7 @@ def measured(names: list[str], rows: tuple[int, ...] = (8,), brief_s: float = 0.
     report = overlap.work(settings, here(CPU), events.append)
     if report is not None:
         report["steps"] = [event["doing"] for event in events if event["event"] == "step"]
-    return report, [one.closed for one in odd]
+    return report, closed
 
 
 def test_what_is_wrong_or_raises_is_a_row_without_a_time(pool: Pool) -> None:
@@ -188,7 +185,7 @@ def test_what_is_wrong_or_raises_is_a_row_without_a_time(pool: Pool) -> None:
     assert "in the middle" in rows["raises"]["error"]
     assert "cannot serve this" in rows["unfit"]["error"]
     assert all(rows[name]["median_us"] != rows[name]["median_us"] for name in names[1:])
-    assert min(closed) >= 1
+    assert set(closed) == set(names)
     assert rows["gemm torch"]["r"] == pytest.approx(1.0, abs=1.0)
 
 
@@ -212,15 +209,29 @@ def test_the_largest_case_comes_last_and_gets_the_time_that_is_left(pool: Pool) 
 def test_what_auto_chose_is_timed_once() -> None:
     """A Program is a twin only of one that reads the same, in the same mode."""
 
-    def entry(name: str, text: str, mode: str = "eager") -> Any:
-        odd: Any = Odd(name)
-        odd.text, odd.mode = text, mode
-        return odd
+    def entry(name: str, text: str, mode: str = "eager") -> Variant:
+        known: Any = {"strategy": name, "mode": mode, "text": text}
+        return Variant(f"{name}/{mode}", lambda: Opened(int, lambda: 0.0), facts=known)
 
     put, fused = entry("put", "one"), entry("fused", "two")
     others = [put, fused, entry("put", "one", "graph"), entry("sequential", "")]
-    auto = entry("auto", "two")
-    assert overlap._twins([*others, auto]) == {auto: fused}
+    assert overlap._twins([*others, entry("auto", "two")]) == {"auto/eager": "fused/eager"}
     assert overlap._twins([*others, entry("auto", "two", "graph")]) == {}
     assert overlap._twins([*others, entry("auto", "")]) == {}
     assert overlap._twins([put, entry("get", "one")]) == {}
+
+
+def without_time(calibration: str) -> Any:
+    """The report of a run that has no time left after its set-up."""
+    given: Any = {"preset": "tiny", "dtype": "f32", "seconds": 1e-3}
+    settings = OverlapSettings(**given, calibration=Path(calibration))
+    return overlap.work(settings, here(CPU), lambda event: None)
+
+
+def test_what_has_no_time_is_left_out(pool: Pool, tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    default_machine("cpu").replace(host=fingerprint()).save(file)
+    report, _ = pool(2).run(without_time, str(file))
+    assert report["facts"]["calibrated"] == "yes"
+    assert len(report["skipped"]) == 3
+    assert report["rows"] == []

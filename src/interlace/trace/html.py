@@ -23,11 +23,12 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+from interlace.cost.timeline import Figures
 from interlace.ir import Program
 from interlace.ir.text.printer import print_lines
 from interlace.trace.figures import HEADINGS, milliseconds, percent
 from interlace.trace.page_data import COLOURS, PageSite, numbered, page_data, site_groups
-from interlace.trace.summary import Total, head_totals, overlap_rows, site_headings, site_rows
+from interlace.trace.summary import Totals, head_totals, overlap_rows, site_headings, site_rows
 from interlace.trace.tracks import Run, write_whole
 
 LINES = 500
@@ -88,26 +89,28 @@ def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _head(known: Sequence[Sequence[Total]]) -> str:
+def _head(known: Sequence[Totals]) -> str:
     """The gain of overlap."""
     if not known:
         return ""
-    found, source = known[0], escape(known[0][0].source)
+    source, found = known[0]
     said = "".join(f"<li><b>{value}</b> {what}, {source}</li>" for value, what in _gains(found))
-    for other in known[1:]:
-        listed = ", ".join(f"{value} {what}" for value, what in _gains(other))
-        said += f"<li>{escape(other[0].source)}: {listed}</li>"
+    for source, other in known[1:]:
+        said += (
+            f"<li>{source}: {', '.join(f'{value} {what}' for value, what in _gains(other))}</li>"
+        )
     return f"<ul>{said}</ul>"
 
 
-def _gains(found: Sequence[Total]) -> Iterator[tuple[str, str]]:
+def _gains(found: Sequence[tuple[str, Figures]]) -> Iterator[tuple[str, str]]:
     """Gains of a schedule over the one it is compared with: its speed, and the share it hides."""
-    last = found[-1].figures.makespan_s
+    (label, first), figures = found[0], [it for _, it in found]
+    last = figures[-1].makespan_s
     if len(found) > 1 and last > 0:
-        yield f"{found[0].figures.makespan_s / last:.2f}x", f"as fast as {escape(found[0].label)}"
-    if any(it.figures.comm_s > 0 for it in found):
-        yield " → ".join(percent(it.figures.hidden) for it in found), "of communication hidden"
-        exposed = " → ".join(milliseconds(it.figures.exposed_s) for it in found)
+        yield f"{first.makespan_s / last:.2f}x", f"as fast as {escape(label)}"
+    if any(it.comm_s > 0 for it in figures):
+        yield " → ".join(percent(it.hidden) for it in figures), "of communication hidden"
+        exposed = " → ".join(milliseconds(it.exposed_s) for it in figures)
         yield exposed, "exposed, all ranks"
 
 

@@ -6,7 +6,7 @@ The head has the sums over all runs of the page (`totals`): forward and backward
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from interlace.cost.timeline import Figures, Timeline
 from interlace.ir import Program, Site
@@ -17,45 +17,34 @@ from interlace.trace.tracks import Run, ranks_of
 SITES = ("", "program", "site", "module", "kind", "strategy", "serial", "predicted", "gain")
 
 
-@dataclass(frozen=True, slots=True)
-class Total:
-    """A schedule's figures summed over all runs: makespans one after another, the rest over ranks
-    as well."""
-
-    label: str
-    source: str
-    figures: Figures
+Totals = tuple[str, list[tuple[str, Figures]]]
+"""A source, and schedules' labels with their figures summed over all runs: makespans one after
+another, the rest over ranks as well."""
 
 
-def total(label: str, source: str, timelines: Sequence[Timeline]) -> Total:
+def total(timelines: Sequence[Timeline]) -> Figures:
     """The sum of some timelines of one source."""
-    each = [timeline.figures() for timeline in timelines]
-    sums = Figures(
-        sum(figures.makespan_s for figures in each),
-        sum(figures.compute_s for figures in each),
-        sum(figures.comm_s for figures in each),
-        sum(figures.overlap_s for figures in each),
-    )
-    return Total(label, source, sums)
+    each = [astuple(timeline.figures()) for timeline in timelines]
+    return Figures(*map(sum, zip(*each, strict=True)))
 
 
-def totals(runs: Sequence[Run], source: str) -> list[Total]:
+def totals(runs: Sequence[Run], source: str) -> list[tuple[str, Figures]]:
     """Totals of the schedules compared with, if all runs have one, and of the runs; none if one
     was not seen."""
     own = [timeline for run in runs if (timeline := run.timeline(source))]
     before = [it for run in runs if run.before and (it := run.before.timeline(source))]
     if not runs or len(own) < len(runs):
         return []
-    ours = total(runs[0].label if before else "", source, own)
+    ours = runs[0].label if before else "", total(own)
     if len(before) < len(runs) or runs[0].before is None:
         return [ours]
-    return [total(runs[0].before.label, source, before), ours]
+    return [(runs[0].before.label, total(before)), ours]
 
 
-def head_totals(runs: Sequence[Run]) -> list[list[Total]]:
+def head_totals(runs: Sequence[Run]) -> list[Totals]:
     """Totals of each source that all runs have, a comparison first: the page's head."""
-    known = [found for source in SOURCES if (found := totals(runs, source))]
-    return sorted(known, key=len, reverse=True)
+    known = [(source, found) for source in SOURCES if (found := totals(runs, source))]
+    return sorted(known, key=lambda item: -len(item[1]))
 
 
 def overlap_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from interlace.optim import AdamW
 from interlace.torch_private import foreach_copy_
-from interlace_bench.kernels.case import OURS, BuiltCase, KernelCase, needed
+from interlace_bench.kernels.case import OURS, KernelCase, needed
 from interlace_bench.race import Opened, Variant
 from interlace_bench.sites import DTYPES
 
@@ -75,7 +75,9 @@ def adam_cases(small: bool) -> list[KernelCase]:
             shape=f"{text} {kind.name}",
             dtype=kind.dtype,
             does="step",
-            build=functools.partial(adam_case, kind, shapes),
+            build=functools.partial(adam_variants, kind, shapes),
+            nbytes=kind.moved * count,
+            limit=LOOSE,
         )
         for kind in FORMATS
     ]
@@ -88,7 +90,9 @@ def layer_shapes() -> list[tuple[int, ...]]:
     return [*LAYERS * [*layer, (WIDTH,), (WIDTH,)], (CLASSES, WIDTH), (WIDTH,)]
 
 
-def adam_case(kind: Format, shapes: list[tuple[int, ...]], device: torch.device) -> BuiltCase:
+def adam_variants(
+    kind: Format, shapes: list[tuple[int, ...]], device: torch.device
+) -> list[Variant]:
     params = filled(shapes, DTYPES[kind.dtype], device)
     makers: dict[str, Make] = {
         OURS: lambda given: AdamW(given, lr=LR, **kind.options),
@@ -97,12 +101,10 @@ def adam_case(kind: Format, shapes: list[tuple[int, ...]], device: torch.device)
         "torch masters": Masters,
         "torchao": functools.partial(_torchao, device),
     }
-    variants = [
+    return [
         Variant(name, functools.partial(opened_optimizer, makers[name], params, _off))
         for name in (OURS, *kind.rivals)
     ]
-    count = sum(param.numel() for param in params)
-    return BuiltCase(variants=variants, nbytes=kind.moved * count, limit=LOOSE)
 
 
 def filled(

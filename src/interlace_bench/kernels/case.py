@@ -49,33 +49,26 @@ BOTH, FORWARD = "forward+backward", "forward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltCase:
-    """A case with its tensors."""
+class KernelCase:
+    """A computation in words, the function that builds its variants, and how they are timed."""
 
-    variants: Sequence[Variant]
+    op: str
+    shape: str
+    dtype: str
+    does: str
+    build: Callable[[torch.device], Sequence[Variant]]
     nbytes: int = 0
     """Bytes that must move, where they bound the op."""
     flops: int = 0
     limit: float = 1.0
     """Largest deviation that a variant may have."""
     launches: tuple[int, int] = (3, LAUNCHES[1])
-    ahead: bool = False
-    """The device waits until the host is a launch ahead."""
+    ahead: int = 0
+    """Launches by which the host is ahead of the device."""
     host: bool = False
     """The host's time is measured, not the device's."""
     calls: int = 0
     """Number of calls in the Program of an Executor; 0 without one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelCase:
-    """A computation described in words, and the function that builds it."""
-
-    op: str
-    shape: str
-    dtype: str
-    does: str
-    build: Callable[[torch.device], BuiltCase]
 
     def __str__(self) -> str:
         return f"{self.op} {self.shape} {self.dtype} {self.does}"
@@ -140,15 +133,14 @@ def time_case(
     case: KernelCase, ranks: Ranks, seconds: float, tell: Tell = lambda event: None
 ) -> list[Row]:
     """Builds, checks and times all variants of a case; a row for each."""
-    work = case.build(ranks.device)
-    variants = [replace(variant, limit=work.limit) for variant in work.variants]
-    variants += [_copy(ranks.device)] if work.nbytes else []
+    variants = [replace(variant, limit=case.limit) for variant in case.build(ranks.device)]
+    variants += [_copy(ranks.device)] if case.nbytes else []
 
     def timer(ready: list[Racer]) -> None:
-        if work.host:
+        if case.host:
             race_hosts(ranks, ready, seconds)
         else:
-            race(ranks, ready, seconds, launches=work.launches, ahead=int(work.ahead))
+            race(ranks, ready, seconds, launches=case.launches, ahead=case.ahead)
 
     def measure(racer: Racer) -> None:
         """Measures what a call allocates beyond what was there, of that what it returns, and what
@@ -160,7 +152,7 @@ def time_case(
         racer.figures.update(peak_bytes=most, kept_bytes=kept, state_bytes=state)
 
     racers = run_race(ranks, variants, timer, tell, f"{case}: ", measure)
-    rows = _rows(case, work, racers, ranks)
+    rows = _rows(case, racers, ranks)
     close(racers.values())
     return rows
 
@@ -193,15 +185,13 @@ def _copy(device: torch.device) -> Variant:
     return Variant(COPY, make)
 
 
-def _rows(
-    case: KernelCase, work: BuiltCase, racers: Mapping[str, Racer], ranks: Ranks
-) -> list[Row]:
+def _rows(case: KernelCase, racers: Mapping[str, Racer], ranks: Ranks) -> list[Row]:
     copied = 2 * COPY_BYTES[ranks.device.type]
     copy_rate = copied / (racers[COPY].median if COPY in racers else math.nan)
     torch_s = racers["torch"].median if "torch" in racers else math.nan
     rows: list[Row] = []
     for name, racer in racers.items():
-        nbytes = copied if name == COPY else work.nbytes or math.nan
+        nbytes = copied if name == COPY else case.nbytes or math.nan
         rows.append(
             {
                 **{"op": case.op, "shape": case.shape, "dtype": case.dtype, "does": case.does},
@@ -212,10 +202,10 @@ def _rows(
                 "gbs": nbytes / racer.median / 1e9,
                 "copy_gbs": copy_rate / 1e9,
                 "share": nbytes / racer.median / copy_rate,
-                "tflops": (work.flops or math.nan) / racer.median / 1e12,
+                "tflops": (case.flops or math.nan) / racer.median / 1e12,
                 "speedup_torch": torch_s / racer.median,
                 **racer.columns("peak_bytes", "kept_bytes", "state_bytes"),
-                "calls": work.calls or math.nan,
+                "calls": case.calls or math.nan,
                 **racer.columns("deviation", "rounds", "sm_mhz", "error"),
             }
         )

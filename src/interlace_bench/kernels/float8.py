@@ -20,13 +20,12 @@ from interlace.float8.rule import amax_reference, cast_reference, scale_of
 from interlace_bench.kernels.case import (
     BOTH,
     OURS,
-    BuiltCase,
     KernelCase,
     checked,
     needed,
     relative,
 )
-from interlace_bench.race import Run, worst
+from interlace_bench.race import Run, Variant, worst
 from interlace_bench.sites import DTYPES
 
 CAST = "amax+cast+transpose"
@@ -46,18 +45,22 @@ def float8_cases(small: bool) -> list[KernelCase]:
     weights = SMALL if small else WEIGHTS
     found: list[KernelCase] = []
 
-    def add(shape: str, does: str, build: Callable[..., BuiltCase], *sizes: int) -> None:
-        made = functools.partial(build, *sizes, DTYPES[dtype])
-        found.append(KernelCase(op="float8", shape=shape, dtype=dtype, does=does, build=made))
-
+    kind = DTYPES[dtype]
+    of: Any = functools.partial(KernelCase, op="float8", dtype=dtype)
     for rows, columns in SMALL if small else MATRICES:
-        add(f"{rows}x{columns}", CAST, cast_case, rows, columns)
+        build = functools.partial(cast_variants, rows, columns, kind)
+        nbytes = rows * columns * 2 * (kind.itemsize + 1)
+        found.append(of(shape=f"{rows}x{columns}", does=CAST, build=build, nbytes=nbytes))
     for inner, outer in weights:
-        add(f"{tokens}x{inner}x{outer}", BOTH, linear_case, tokens, inner, outer)
+        build = functools.partial(linear_variants, tokens, inner, outer, kind)
+        shape, flops = f"{tokens}x{inner}x{outer}", 6 * tokens * inner * outer
+        found.append(of(shape=shape, does=BOTH, build=build, flops=flops, ahead=1))
     return found
 
 
-def cast_case(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> BuiltCase:
+def cast_variants(
+    rows: int, columns: int, dtype: torch.dtype, device: torch.device
+) -> list[Variant]:
     x = torch.randn(rows, columns, device=device).to(dtype)
 
     def plain(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,13 +84,12 @@ def cast_case(rows: int, columns: int, dtype: torch.dtype, device: torch.device)
     }
     if x.is_cuda:
         makers["torch.compile"] = lambda: torch.compile(plain)
-    nbytes = rows * columns * 2 * (x.element_size() + 1)
-    return BuiltCase(variants=checked(makers, off, [(x,)]), nbytes=nbytes)
+    return checked(makers, off, [(x,)])
 
 
-def linear_case(
+def linear_variants(
     tokens: int, inner: int, outer: int, dtype: torch.dtype, device: torch.device
-) -> BuiltCase:
+) -> list[Variant]:
     x = torch.randn(tokens, inner, device=device).to(dtype)
     dy = torch.randn(tokens, outer, device=device).to(dtype)
     plain = nn.Linear(inner, outer, bias=False, device=device, dtype=dtype)
@@ -123,5 +125,4 @@ def linear_case(
     }
     if x.is_cuda:
         makers[f"{OURS} compiled"] = lambda: of(torch.compile(ours()))
-    variants = checked(makers, off, [(x, dy)])
-    return BuiltCase(variants=variants, flops=6 * tokens * inner * outer, ahead=True)
+    return checked(makers, off, [(x, dy)])

@@ -21,12 +21,11 @@ from interlace.torch_private import grouped_mm
 from interlace_bench.kernels.case import (
     BOTH,
     OURS,
-    BuiltCase,
     KernelCase,
     against,
     checked,
 )
-from interlace_bench.race import Run
+from interlace_bench.race import Run, Variant
 from interlace_bench.sites import DTYPES
 
 LOOSE = 4.0
@@ -52,7 +51,9 @@ def grouped_cases(small: bool) -> list[KernelCase]:
             shape=f"{groups}x{tokens}x{inner}x{outer} {how}",
             dtype=dtype,
             does=BOTH,
-            build=functools.partial(grouped_case, groups, tokens, inner, outer, how, dtype),
+            build=functools.partial(grouped_variants, groups, tokens, inner, outer, how, dtype),
+            flops=3 * 2 * tokens * inner * outer,
+            limit=LOOSE,
         )
         for groups, tokens, inner, outer, how in (SMALL if small else SHAPES)
     ]
@@ -68,9 +69,9 @@ def group_sizes(groups: int, tokens: int, how: str) -> list[int]:
     return sizes
 
 
-def grouped_case(
+def grouped_variants(
     groups: int, tokens: int, inner: int, outer: int, how: str, dtype: str, device: torch.device
-) -> BuiltCase:
+) -> list[Variant]:
     kind, sizes = DTYPES[dtype], group_sizes(groups, tokens, how)
     x = torch.randn(tokens, inner, device=device, dtype=kind)
     weight = torch.empty(groups, outer, inner, device=device, dtype=kind)
@@ -106,8 +107,7 @@ def grouped_case(
     def off(found: list[Tensor]) -> float:
         return compare([*found, main])
 
-    flops = 3 * 2 * tokens * inner * outer
-    return BuiltCase(variants=checked(makers, off, [(x, dy)]), flops=flops, limit=LOOSE)
+    return checked(makers, off, [(x, dy)])
 
 
 def grouped_layer(weight: Tensor, main: Tensor, sizes: Tensor) -> Layer:

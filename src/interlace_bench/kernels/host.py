@@ -25,8 +25,8 @@ from interlace.ir import Program
 from interlace.launch import Report, Tell
 from interlace.nn import functional
 from interlace.runtime import Executor
-from interlace_bench.kernels.case import OURS, BuiltCase, KernelCase, checked, time_case
-from interlace_bench.race import Run
+from interlace_bench.kernels.case import OURS, KernelCase, checked, time_case
+from interlace_bench.race import Run, Variant
 from interlace_bench.ranks import Ranks
 from interlace_bench.rows import Row, facts
 from interlace_bench.settings import KernelSettings
@@ -41,11 +41,17 @@ a size that is overlapped."""
 
 def host_cases() -> list[KernelCase]:
     """The cases of `Executor.run()` on one device."""
-    return [_case(f"Executor.run, {n} calls", partial(executor_case, n)) for n in reversed(COUNTS)]
+    return [
+        _case(f"Executor.run, {n} calls", partial(executor_variants, n), calls=n)
+        for n in reversed(COUNTS)
+    ]
 
 
-def _case(shape: str, build: Callable[[torch.device], BuiltCase], dtype: str = "f32") -> KernelCase:
-    return KernelCase(op="host", shape=shape, dtype=dtype, does="host", build=build)
+def _case(
+    shape: str, build: Callable[[torch.device], list[Variant]], dtype: str = "f32", calls: int = 0
+) -> KernelCase:
+    of: Any = partial(KernelCase, op="host", does="host", host=True)
+    return of(shape=shape, dtype=dtype, build=build, calls=calls)
 
 
 # -- Executors -----------------------------------------------------------------------------------
@@ -79,9 +85,9 @@ def chain(calls: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor
     return run
 
 
-def executor_case(
+def executor_variants(
     calls: int, device: torch.device, groups: Mapping[str, Any] | None = None, team: int = 1
-) -> BuiltCase:
+) -> list[Variant]:
     """A run of a Program of so many calls, beside the same calls."""
     x = torch.randn(WIDTH, WIDTH, device=device)
     w = torch.randn(WIDTH, WIDTH, device=device) / WIDTH
@@ -95,8 +101,7 @@ def executor_case(
         executor = Executor(program(calls, team), groups=groups, device=device).prepare()
         return lambda x, w: executor.run([x, w])[0]
 
-    variants = checked({OURS: ours, "torch": lambda: plain}, off, [(x, w)])
-    return BuiltCase(variants=variants, calls=calls, host=True)
+    return checked({OURS: ours, "torch": lambda: plain}, off, [(x, w)])
 
 
 def team_work(settings: KernelSettings, ranks: Ranks, tell: Tell) -> Report:
@@ -108,12 +113,14 @@ def team_work(settings: KernelSettings, ranks: Ranks, tell: Tell) -> Report:
     cases = [
         _case(
             f"Executor.run, {calls} calls, {team}",
-            partial(executor_case, calls, groups=groups, team=ranks.size),
+            partial(executor_variants, calls, groups=groups, team=ranks.size),
+            calls=calls,
         )
         for calls in reversed(COUNTS)
     ]
     cases += [
-        _case(f"{kind} {sizes}, {team}", partial(layer_case, kind, ranks), dtype) for kind in LAYERS
+        _case(f"{kind} {sizes}, {team}", partial(layer_variants, kind, ranks), dtype)
+        for kind in LAYERS
     ]
     common = facts(ranks.device.type, settings.commit)
     rows: list[Row] = []
@@ -122,7 +129,7 @@ def team_work(settings: KernelSettings, ranks: Ranks, tell: Tell) -> Report:
     return {"rows": rows}
 
 
-def layer_case(kind: str, ranks: Ranks, device: torch.device) -> BuiltCase:
+def layer_variants(kind: str, ranks: Ranks, device: torch.device) -> list[Variant]:
     """A call of a tensor-parallel layer, beside `F.linear` and one collective; on CUDA ours is with
     CUDA graphs: at sizes where the host counts, a user asks for them.
     """
@@ -148,4 +155,4 @@ def layer_case(kind: str, ranks: Ranks, device: torch.device) -> BuiltCase:
     call, options = getattr(functional, kind), {"graph": True} if ranks.cuda else {}
     ours = partial(call, group=ranks.group, options=options)
     makers: dict[str, Callable[[], Run]] = {OURS: lambda: ours, "torch": lambda: plain}
-    return BuiltCase(variants=checked(makers, off, [(x, w)]), host=True)
+    return checked(makers, off, [(x, w)])

@@ -21,13 +21,12 @@ from interlace_bench.kernels.case import (
     BOTH,
     FORWARD,
     OURS,
-    BuiltCase,
     KernelCase,
     against,
     checked,
     needed,
 )
-from interlace_bench.race import Run
+from interlace_bench.race import Run, Variant
 from interlace_bench.sites import CACHE, DTYPES
 
 LossOf = Callable[[Tensor, Tensor], Tensor]
@@ -58,10 +57,17 @@ def cross_entropy_cases(small: bool) -> list[KernelCase]:
     found: list[KernelCase] = []
     for rows, classes, dtype, smoothing, z_loss, does in SMALL if small else SHAPES:
         terms = f" smoothing {smoothing:g} z-loss {z_loss:g}" if smoothing or z_loss else ""
-        build = functools.partial(cross_entropy_case, rows, classes, dtype, smoothing, z_loss, does)
-        shape = f"{rows}x{classes}{terms}"
+        terms_of = (rows, classes, dtype, smoothing, z_loss, does)
         found.append(
-            KernelCase(op="cross-entropy", shape=shape, dtype=dtype, does=does, build=build)
+            KernelCase(
+                op="cross-entropy",
+                shape=f"{rows}x{classes}{terms}",
+                dtype=dtype,
+                does=does,
+                build=functools.partial(cross_entropy_variants, *terms_of),
+                nbytes=(3 if does == BOTH else 1) * rows * classes * DTYPES[dtype].itemsize,
+                limit=LOOSE,
+            )
         )
     return found
 
@@ -69,20 +75,27 @@ def cross_entropy_cases(small: bool) -> list[KernelCase]:
 def linear_cases(small: bool) -> list[KernelCase]:
     """The case of `linear_cross_entropy`."""
     rows, width, classes, dtype = LINEAR_SMALL if small else LINEAR
-    build = functools.partial(linear_case, rows, width, classes, dtype)
-    shape = f"{rows}x{width}x{classes}"
     return [
-        KernelCase(op="linear-cross-entropy", shape=shape, dtype=dtype, does=BOTH, build=build),
+        KernelCase(
+            op="linear-cross-entropy",
+            shape=f"{rows}x{width}x{classes}",
+            dtype=dtype,
+            does=BOTH,
+            build=functools.partial(linear_variants, rows, width, classes, dtype),
+            flops=3 * 2 * rows * width * classes,
+            limit=LOOSE,
+            launches=(2, 60),
+        )
     ]
 
 
 # -- cross-entropy -------------------------------------------------------------------------------
 
 
-def cross_entropy_case(
+def cross_entropy_variants(
     rows: int, classes: int, dtype: str, smoothing: float, z_loss: float, does: str,
     device: torch.device,
-) -> BuiltCase:  # fmt: skip
+) -> list[Variant]:  # fmt: skip
     size = rows * classes * DTYPES[dtype].itemsize
     num_sets = 1 + min(8, 2 * CACHE // size) if device.type == "cuda" else 2
     sets = [
@@ -115,11 +128,7 @@ def cross_entropy_case(
     if classes in COMPILED and not (smoothing or z_loss):  # it takes seconds each time
         makers["torch.compile"] = lambda: of(torch.compile(plain, dynamic=False))
     makers |= {"liger": lambda: liger(True), "liger in place": lambda: liger(False)}
-    return BuiltCase(
-        variants=checked(makers, against(of(plain), sets[0]), sets),
-        nbytes=(3 if does == BOTH else 1) * size,
-        limit=LOOSE,
-    )
+    return checked(makers, against(of(plain), sets[0]), sets)
 
 
 def _torch_loss(x: Tensor, y: Tensor, smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
@@ -140,7 +149,9 @@ def _run(loss: LossOf, backward: bool, x: Tensor, y: Tensor) -> list[Tensor]:
 # -- of a linear layer's output ------------------------------------------------------------------
 
 
-def linear_case(rows: int, width: int, classes: int, dtype: str, device: torch.device) -> BuiltCase:
+def linear_variants(
+    rows: int, width: int, classes: int, dtype: str, device: torch.device
+) -> list[Variant]:
     kind = DTYPES[dtype]
     h = torch.randn(rows, width, device=device, dtype=kind, requires_grad=True)
     w = (torch.randn(classes, width, device=device, dtype=kind) * width**-0.5).requires_grad_()
@@ -170,9 +181,4 @@ def linear_case(rows: int, width: int, classes: int, dtype: str, device: torch.d
         "torch.compile": lambda: of(torch.compile(plain, dynamic=False)),
         "liger": liger,
     }
-    return BuiltCase(
-        variants=checked(makers, against(of(plain), (h, w, y)), [(h, w, y)]),
-        flops=3 * 2 * rows * width * classes,
-        limit=LOOSE,
-        launches=(2, 60),
-    )
+    return checked(makers, against(of(plain), (h, w, y)), [(h, w, y)])

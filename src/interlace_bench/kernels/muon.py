@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from interlace.optim import Muon
 from interlace.optim.muon.newton_schulz import coefficients, flops
 from interlace_bench.kernels.adam import Make, filled, opened_optimizer
-from interlace_bench.kernels.case import OURS, BuiltCase, KernelCase, relative
+from interlace_bench.kernels.case import OURS, KernelCase, relative
 from interlace_bench.race import Variant, worst
 from interlace_bench.sites import DTYPES
 
@@ -35,13 +35,15 @@ SMALL_MODELS = {"4 tiny matrices": [*[(16, 32)] * 3, (32, 16)]}
 def muon_cases(small: bool) -> list[KernelCase]:
     """The cases of `Muon`."""
     dtype = "f32" if small else "bf16"
+    each = functools.partial(flops, gram_variant=False, symmetric=False)
     return [
         KernelCase(
             op="muon",
             shape=name,
             dtype=dtype,
             does="step",
-            build=functools.partial(step_case, shapes, DTYPES[dtype]),
+            build=functools.partial(step_variants, shapes, DTYPES[dtype]),
+            flops=int(sum(each(rows, columns, STEPS) for rows, columns in shapes)),
         )
         for name, shapes in (SMALL_MODELS if small else MODELS).items()
     ]
@@ -58,22 +60,19 @@ def exact(update: Tensor) -> Tensor:
     return x.mT if len(update) > update.shape[1] else x
 
 
-def step_case(
+def step_variants(
     shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device
-) -> BuiltCase:
+) -> list[Variant]:
     params = filled(shapes, dtype, device)
     makers: dict[str, Callable[[list[nn.Parameter]], Any]] = {
         OURS: Muon,
         f"{OURS} gram": functools.partial(Muon, gram_variant=True),
         "torch": torch.optim.Muon,  # its defaults are ours
     }
-    variants = [
+    return [
         Variant(name, functools.partial(opened_optimizer, make, params, step_off))
         for name, make in makers.items()
     ]
-    each = functools.partial(flops, gram_variant=False, symmetric=False)
-    work = sum(each(rows, columns, STEPS) for rows, columns in shapes)
-    return BuiltCase(variants=variants, flops=int(work))
 
 
 def step_off(make: Make, like: nn.Parameter) -> float:
