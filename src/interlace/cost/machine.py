@@ -292,15 +292,12 @@ class Machine:
 
 def default_machine(device: str = "cpu") -> Machine:
     """The built-in model of a device: `cpu`, or `cuda` (an H200 with its NVLink peers)."""
-    match device.split(":")[0]:
-        case "cpu":
-            return CPU
-        case "cuda" | "h200":
-            return H200
-        case other:
-            raise CalibrationError(
-                f"no built-in model of device {other!r}: use cpu or cuda, or a calibration file"
-            )
+    found = {"cpu": CPU, "cuda": H200, "h200": H200}.get(device.split(":")[0])
+    if found is None:
+        raise CalibrationError(
+            f"no built-in model of device {device!r}: use cpu or cuda, or a calibration file"
+        )
+    return found
 
 
 CPU = Machine(
