@@ -193,7 +193,7 @@ def _facts(program: Program, known: set[str], rank: int) -> dict[str, str]:
     names = [buffer.name for buffer in inputs]
     facts = {f"team {t.name}": f"{t.size} ranks" for t in program.teams if t.name in known}
     facts |= {f"size {name}": str(value) for name, value in program.sizes.values.items()}
-    facts |= {f"input {b.name}": write_type(printer, b, "input", None) for b in inputs}
+    facts |= {f"input {b.name}": write_type(printer, b) for b in inputs}
     facts["order of inputs"] = ", ".join(names)
     facts["inputs written in place"] = ", ".join(n for n in names if n in written) or "none"
     return facts | {f"result {i}": text for i, text in enumerate(_results(program, rank), 1)}
