@@ -105,7 +105,7 @@ def test_the_verifier_reads_what_it_reads_and_writes() -> None:
     assert early.kinds() == {"race"}
     (race,) = [finding for finding in early.errors if finding.kind == "race"]
     assert any("reads full of rank" in op.role for op in race.ops if "peer_scale" in op.text)
-    assert race.edits
+    assert race.fixed
     with pytest.raises(UnsupportedError, match="the oracle knows no op PeerScale"):
         explore(parse(WAITS), runs=1)
 

@@ -241,9 +241,3 @@ def try_texts(seed: int, count: int) -> None:
 
 def test_a_damaged_file_gives_a_typed_error_or_a_verdict(seed: int) -> None:
     try_texts(seed, 300)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-def test_100_000_damaged_files(seed: int) -> None:
-    try_texts(seed, 100_000)

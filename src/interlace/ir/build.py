@@ -97,7 +97,16 @@ def program(
     return Builder(name, tuple(teams), None if ranks is None else tuple(ranks), lines)
 
 
-ElementType = DType | str
+class TorchDType(Protocol):
+    """A dtype of torch, which this room does not import."""
+
+    @property
+    def is_floating_point(self) -> bool: ...
+    @property
+    def itemsize(self) -> int: ...
+
+
+ElementType = DType | str | TorchDType
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +163,7 @@ class Handle(Steps):
 
 
 def element_type(dtype: ElementType) -> DType:
-    """An element type by its name, such as `"bf16"` or `"torch.bfloat16"`."""
+    """An element type by its name, such as `"bf16"`, or as a dtype of torch."""
     name = str(dtype).removeprefix("torch.")
     try:
         return DType(_OF_TORCH.get(name, name))

@@ -172,6 +172,33 @@ BY_NAME: dict[str, Operator] = {
 }
 """Refused operators, by namespace and name (for `indexed`, a prefix of the name)."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowScales:
+    """Use of packed FP8 rows, which carry their scale (Note [Packed rows] in float8/data.py)."""
+
+    quantizes: bool = False
+    """The call makes such rows by one maximum, its argument 1; if that is None, each by its own."""
+    moves: bool = False
+    """It only moves rows: those of its operands, one operand after another."""
+    cut: tuple[int, ...] = ()
+    """Arguments that it takes in equal blocks of rows with one scale each; argument 2 counts the
+    blocks, and if that is 0, each row has its own."""
+    whole: tuple[int, ...] = ()
+    """Arguments whose transpose is one such block."""
+
+
+ROW_SCALES: dict[str, RowScales] = {
+    "float8_mm": RowScales(cut=(0,), whole=(1,)),
+    "float8_turn": RowScales(cut=(0, 1)),
+    **dict.fromkeys(("float8_rows", "float8_across", "float8_pair"), RowScales(quantizes=True)),
+    **dict.fromkeys(
+        ("cat", "clone", "contiguous", "alias", "view", "reshape", "_unsafe_view"),
+        RowScales(moves=True),
+    ),
+}
+"""Calls that make, move or multiply packed FP8 rows, by name without namespace and overload."""
+
 _POINTWISE_INTO = frozenset(POINTWISE.values())
 
 

@@ -148,6 +148,11 @@ class Op:
         """The ops that run one after another: the members of a Fused, else the op itself."""
         return (self,)
 
+    @property
+    def transfers(self) -> tuple[Op, ...]:
+        """The ops that begin and end together: the messages of a Group, else the op itself."""
+        return (self,)
+
 
 def _accesses(op: Op, how: Literal["read", "write"]) -> tuple[Access, ...]:
     """The accesses of an op's own fields, then those of its members."""
@@ -396,6 +401,10 @@ class Group(Op):
 
     @property
     def members(self) -> tuple[Send | Recv, ...]:
+        return self.ops
+
+    @property
+    def transfers(self) -> tuple[Send | Recv, ...]:
         return self.ops
 
     def ordering(self) -> Ordering:

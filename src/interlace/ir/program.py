@@ -15,7 +15,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 from interlace.errors import OptionError, ProgramError
 from interlace.ir.ops import Arg, Call, Collective, Get, Group, Name, Op, Put, Recv, Send
@@ -34,6 +34,8 @@ from interlace.ir.types import (
     written,
 )
 from interlace.ir.view import Box, Step, View
+
+AnyOp = TypeVar("AnyOp", bound=Op)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,12 +287,12 @@ def spots(ops: Sequence[Op]) -> Iterator[tuple[Spot, Op]]:
             yield (index, number), member
 
 
-def map_views(op: Op, change: Callable[[View], View]) -> Op:
+def map_views(op: AnyOp, change: Callable[[View], View]) -> AnyOp:
     """The op with every view changed."""
     return map_values(op, lambda value: change(value) if isinstance(value, View) else value)
 
 
-def map_values(op: Op, change: Callable[[object], object]) -> Op:
+def map_values(op: AnyOp, change: Callable[[object], object]) -> AnyOp:
     """The op with every value in it changed, also within tuples, ops, buffers and views that it
     holds; of a view that was changed as a whole, no further."""
     return _mapped(op, change)
