@@ -202,7 +202,7 @@ def _between(found: defaultdict[str, list[Sample]], base: Machine) -> tuple[tupl
         for kind in dict.fromkeys(s.kind for s in rows):
             mine = [s for s in rows if s.kind == kind and (s.backend or base.backend) == backend]
             latency_s = min((s.seconds for s in mine), default=0.0)
-            curve = Curve.of(
+            curve = curve_of(
                 (
                     s.interface_bytes(known.shared),
                     s.seconds - latency_s * (1 - 1 / crossings(kind, s.hosts)),
@@ -229,13 +229,35 @@ def _curves(kind: str, rows: Sequence[Sample]) -> dict[str, Curve]:
     """The curves of one kind: for each size of team, and the largest team's for others."""
     curves: dict[str, Curve] = {}
     if kind in TRANSFERS:
-        curve = Curve.of((s.link_bytes, s.seconds) for s in rows)
+        curve = curve_of((s.link_bytes, s.seconds) for s in rows)
         return {} if curve is None else {kind: curve}
     for ranks in sorted({s.ranks for s in rows}):
-        curve = Curve.of((s.link_bytes, s.seconds) for s in rows if s.ranks == ranks)
+        curve = curve_of((s.link_bytes, s.seconds) for s in rows if s.ranks == ranks)
         if curve is not None:
             curves[f"{kind}@{ranks}"] = curves[kind] = curve
     return curves
+
+
+def curve_of(measured: Iterable[tuple[float, float]]) -> Curve | None:
+    """The curve of some (bytes, seconds); None where nothing was measured.
+
+    Sizes measured more than once count by their median. Where noise lets a larger message be
+    quicker than a smaller one, both take the mean.
+    """
+    found: defaultdict[float, list[float]] = defaultdict(list)
+    for nbytes, seconds in measured:
+        if nbytes > 0 and 0 < seconds < math.inf:
+            found[float(nbytes)].append(seconds)
+    blocks: list[tuple[float, list[float]]] = []  # (mean seconds, sizes)
+    for size in sorted(found):
+        mean, sizes = statistics.median(found[size]), [size]
+        while blocks and blocks[-1][0] > mean:
+            before, others = blocks.pop()
+            mean = (mean * len(sizes) + before * len(others)) / (len(sizes) + len(others))
+            sizes = others + sizes
+        blocks.append((mean, sizes))
+    points = tuple((size, mean) for mean, sizes in blocks for size in sizes)
+    return Curve(points) if points else None
 
 
 def _link(start: Link, curves: dict[str, Curve]) -> Link:

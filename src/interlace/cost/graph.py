@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from interlace.cost.machine import Machine
 from interlace.cost.op_times import (
     Cost,
-    FusedPart,
     at_hand,
     fused_costs,
     issue_seconds,
@@ -182,7 +181,12 @@ class _Builder:
         return task
 
     def fused(
-        self, rank: int, op: Fused, costs: Sequence[FusedPart], start: int, parts: list[Spanned]
+        self,
+        rank: int,
+        op: Fused,
+        costs: Sequence[tuple[Cost, float]],
+        start: int,
+        parts: list[Spanned],
     ) -> int:
         """The members' tasks, noted in `parts`; the task of the end.
 

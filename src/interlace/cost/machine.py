@@ -13,10 +13,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import statistics
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from interlace.errors import CalibrationError
@@ -55,28 +53,6 @@ class Curve:
         before, shorter = points[-2]
         rate = (longest - shorter) / (last - before) or longest / last
         return longest + (nbytes - last) * rate
-
-    @classmethod
-    def of(cls, measured: Iterable[tuple[float, float]]) -> Curve | None:
-        """The curve of some (bytes, seconds); None where nothing was measured.
-
-        Sizes measured more than once count by their median. Where noise lets a larger message be
-        quicker than a smaller one, both take the mean.
-        """
-        found: defaultdict[float, list[float]] = defaultdict(list)
-        for nbytes, seconds in measured:
-            if nbytes > 0 and 0 < seconds < math.inf:
-                found[float(nbytes)].append(seconds)
-        blocks: list[tuple[float, list[float]]] = []  # (mean seconds, sizes)
-        for size in sorted(found):
-            mean, sizes = statistics.median(found[size]), [size]
-            while blocks and blocks[-1][0] > mean:
-                before, others = blocks.pop()
-                mean = (mean * len(sizes) + before * len(others)) / (len(sizes) + len(others))
-                sizes = others + sizes
-            blocks.append((mean, sizes))
-        points = tuple((size, mean) for mean, sizes in blocks for size in sizes)
-        return cls(points) if points else None
 
 
 def link_bytes(kind: str, nbytes: float, ranks: int) -> float:
@@ -292,15 +268,12 @@ class Machine:
 
 def default_machine(device: str = "cpu") -> Machine:
     """The built-in model of a device: `cpu`, or `cuda` (an H200 with its NVLink peers)."""
-    match device.split(":")[0]:
-        case "cpu":
-            return CPU
-        case "cuda" | "h200":
-            return H200
-        case other:
-            raise CalibrationError(
-                f"no built-in model of device {other!r}: use cpu or cuda, or a calibration file"
-            )
+    found = {"cpu": CPU, "cuda": H200, "h200": H200}.get(device.split(":")[0])
+    if found is None:
+        raise CalibrationError(
+            f"no built-in model of device {device!r}: use cpu or cuda, or a calibration file"
+        )
+    return found
 
 
 CPU = Machine(

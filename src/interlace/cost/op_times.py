@@ -23,7 +23,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from interlace.cost.gemm import gemm_seconds, wave_seconds
 from interlace.cost.machine import Machine, crossings, interface_bytes, link_bytes
@@ -237,22 +237,15 @@ def _attention(op: Call, box: Boxes, machine: Machine) -> float:
     return flops / machine.flops(query.dtype)
 
 
-class FusedPart(NamedTuple):
-    """Cost of a member of a Fused."""
-
-    cost: Cost
-    tile_s: float = 0.0
-    """Seconds of one tile of a matmul; 0 for other members."""
-
-
-def fused_costs(op: Fused, box: Boxes, machine: Machine) -> list[FusedPart]:
-    """The cost of each member: Note [Parts of a fused kernel]; the launch is the Fused's own."""
+def fused_costs(op: Fused, box: Boxes, machine: Machine) -> list[tuple[Cost, float]]:
+    """The cost of each member, and of a matmul the seconds of one tile: Note [Parts of a fused
+    kernel]; the launch is the Fused's own."""
     calls = [member if isinstance(member, Call) else None for member in op.members]
     shapes = [call and matmul_shape(call, box) for call in calls]
     rows: defaultdict[tuple[DType, Int, Int, Int], int] = defaultdict(int)
     for shape in filter(None, shapes):
         rows[shape.dtype, shape.inner, shape.columns, shape.batch] += number(shape.rows)
-    costs: list[FusedPart] = []
+    costs: list[tuple[Cost, float]] = []
     for call, shape in zip(calls, shapes, strict=True):
         if shape is not None:
             whole = rows[shape.dtype, shape.inner, shape.columns, shape.batch]
@@ -260,10 +253,10 @@ def fused_costs(op: Fused, box: Boxes, machine: Machine) -> list[FusedPart]:
             took = gemm_seconds(machine, *sizes) * machine.fused
             wave = wave_seconds(machine, shape.dtype, number(shape.inner)) * machine.fused
             work = took * number(shape.rows) / whole
-            costs.append(FusedPart(Cost(work_s=work), min(took, wave)))
+            costs.append((Cost(work_s=work), min(took, wave)))
         else:
             nbytes = call_bytes(call, box) if call is not None else 0
-            costs.append(FusedPart(Cost(work_s=nbytes / machine.memory_bandwidth)))
+            costs.append((Cost(work_s=nbytes / machine.memory_bandwidth), 0.0))
     return costs
 
 

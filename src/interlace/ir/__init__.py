@@ -54,7 +54,6 @@ from interlace.ir.program import (
     Site,
     Spot,
     map_views,
-    names_in,
     spots,
 )
 from interlace.ir.text.parser import parse, parse_set

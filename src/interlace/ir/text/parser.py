@@ -16,6 +16,7 @@ sizes and what is assumed of them; its regions.
 from __future__ import annotations
 
 import ast
+import math
 import sys
 import warnings
 from collections.abc import Collection, Sequence
@@ -44,7 +45,7 @@ from interlace.ir.roles import (
 )
 from interlace.ir.sizes import Fact, Known, NamedSize, Size, SizeClass
 from interlace.ir.text.spelling import did_you_mean, excerpt, lines_of
-from interlace.ir.types import Buffer, Table, Team, even_parts, team_sizes
+from interlace.ir.types import MAX_RANKS, Buffer, Table, Team, even_parts, team_sizes
 from interlace.strategies import REPLACED
 
 MAX_TEXT = 1 << 24
@@ -92,6 +93,10 @@ def _program(source: SourceText, node: ast.stmt) -> Program:
     parameters = _parameters(source, node)
     teams = tuple([_team(source, arg) for arg in parameters if _is_a("Team", arg)])
     sizes = _named_sizes(source, parameters)
+    world = math.prod(abs(team.size) for team in teams if team.groups is None)
+    if world > MAX_RANKS:
+        what = f"a world of {world} ranks"
+        raise source.error(node, what, f"give it {MAX_RANKS} ranks at most")
     return _ProgramParser(source, name, teams, sizes).parse(node)
 
 
