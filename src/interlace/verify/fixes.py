@@ -41,7 +41,7 @@ class Draft:
         self._programs = tuple(programs)
         self._said: list[str] = []
         self._added: dict[int, list[tuple[int, Op]]] = {}
-        """By Program: the ops, each with the place that it stands before."""
+        """The ops added to each Program, each with the place that it stands before."""
 
     def add(self, k: int, op: Op, at: int, after: bool = False) -> None:
         """Adds an op to Program `k`, before or after the op at a place."""
