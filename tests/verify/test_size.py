@@ -118,8 +118,6 @@ def drawn(rng: random.Random, num_chains: int) -> HappensBefore:
         for chain, begin in zip(chains, begins, strict=True):
             end = op(chain, meeting)
             graph.begins[end] = begin
-            if begin in graph.preds[meeting]:
-                graph.after_meeting.add(end)
     return graph
 
 
@@ -147,7 +145,6 @@ def test_ops_that_learn_nothing_of_others_share_a_clock() -> None:
         graph.preds[node] = [node - 1] if at else []
     graph.preds[end].append(meeting)
     graph.preds[meeting] = [begin]
-    graph.after_meeting.add(end)
     graph.chain[lost], graph.pos[lost], graph.never[lost] = 1, 1, "nothing"
     graph.solve()
     clocks = graph.clocks

@@ -195,8 +195,6 @@ class GraphBuilder:
         for rank, at in come.items():
             if some and self._has_part(at, True):
                 graph.preds[at.end].append(meeting)
-                if gives[at.begin]:
-                    graph.after_meeting.add(at.end)
             else:
                 graph.blocks[at.end] = [meeting]
             if absent is not None:

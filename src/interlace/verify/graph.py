@@ -30,7 +30,7 @@ Note [Clocks]
     A chain is one stream of one rank. A node's clock has the position that each chain has surely
     reached when the node starts, so "a happens before b" is one comparison: clock(begin of b)[chain
     of a] >= position of a's end. Nodes that learn of no other chain share the clock of the one
-    before them.
+    before them, as the members of a collective share that of its meeting.
 """
 
 from __future__ import annotations
@@ -101,8 +101,6 @@ class HappensBefore:
     """End of an op -> its begin, where the two are apart."""
     blocks: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     """Node -> what it may have to wait for though it is not ordered by it: Note [Two extremes]."""
-    after_meeting: set[int] = field(default_factory=set[int])
-    """Ends of collectives that come after nothing but a meeting which their begin is part of."""
     never: dict[int, str] = field(default_factory=dict[int, str])
     """Node -> what it waits for that never comes."""
     places: list[RankPlace] = field(default_factory=list[RankPlace])
@@ -134,7 +132,6 @@ class HappensBefore:
             known = self.clocks[before[-1]] if before else start
             alone = len(before) == 1 and self.chain[before[-1]] == self.chain[node]
             shares = (not before or alone) and node not in self.afar
-            shares = shares or node in self.after_meeting
             self.clocks[node] = known if shares else self._joined(self.arrivals(node))
 
     def arrivals(self, node: int) -> list[Arrival]:
@@ -170,8 +167,11 @@ class HappensBefore:
         for _, chain, position in arrivals:
             if chain >= 0 and position > reached[chain]:
                 reached[chain] = position
-        self.take(len(reached))
-        return tuple(reached)
+        joined = tuple(reached)
+        known = next((clock for clock in clocks if clock == joined), None)
+        if known is None:
+            self.take(len(joined))
+        return known or joined
 
     def take(self, words: int) -> None:
         """Counts memory. Raises ProgramError where that is too much."""
