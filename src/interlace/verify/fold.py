@@ -23,16 +23,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.ir.sizes import greatest
 from interlace.verify.build import GraphBuilder
 from interlace.verify.deadlock import launched_in_a_circle
-from interlace.verify.graph import (
-    Arrival,
-    Clock,
-    HappensBefore,
-)
+from interlace.verify.graph import Arrival, Clock, HappensBefore
 from interlace.verify.in_place import in_place
 from interlace.verify.matching import mismatches
 from interlace.verify.regions import ByteRegion, Regions
@@ -49,14 +45,11 @@ class Unfit(Exception):
     """There is something to find: all ranks have to be looked at."""
 
 
-@dataclass(slots=True, eq=False)
-class Carried:
+class Carried(NamedTuple):
     """Renaming of chains by the map that carries a rank's representative to it."""
 
     to: Clock
     """The chain that each becomes."""
-    back: Clock
-    """The chain that becomes each."""
     rename: Callable[[Clock], Clock]
     """Positions of chains, under the new names."""
 
@@ -69,10 +62,6 @@ class FoldedGraph(HappensBefore):
     """Renamings of chains, by rank."""
     copies: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     """Copy of a node on a rank that its own stands for, only to be compared; by node and rank."""
-    originals: dict[int, tuple[int, Carried]] = field(
-        default_factory=dict[int, tuple[int, Carried]]
-    )
-    """Original of each such copy, and the renaming of chains."""
 
     def awaited(self, node: int) -> list[int]:
         before = HappensBefore.awaited(self, node)
@@ -99,26 +88,17 @@ class FoldedGraph(HappensBefore):
         return carried.rename(clock), carried.to[chain] if chain >= 0 else -1, position
 
     def copy(self, node: int, rank: int) -> int:
-        if self.carried[rank].to[self.chain[node]] == self.chain[node]:
+        carried, chain = self.carried[rank], self.chain[node]
+        if carried.to[chain] == chain:
             return node
         made = self.copies.get((node, rank))
         if made is None:
+            clock = self.clocks[self.begins.get(node, node)]
+            assert clock is not None
             made = self.copies[node, rank] = self.add()
-            carried = self.carried[rank]
-            self.chain[made], self.pos[made] = carried.to[self.chain[node]], self.pos[node]
-            self.originals[made] = node, carried
+            self.chain[made], self.pos[made] = carried.to[chain], self.pos[node]
+            self.clocks.append(carried.rename(clock))
         return made
-
-    def before(self, one: int, other: int) -> bool:
-        at = self.chain[one]
-        if self.chain[other] == at:
-            return self.pos[one] < self.pos[self.begins.get(other, other)]
-        if other in self.originals:
-            other, carried = self.originals[other]
-            at = carried.back[at]
-        clock = self.clocks[self.begins.get(other, other)]
-        assert clock is not None
-        return clock[at] >= self.pos[one]
 
 
 class _Carrier(dict[int, Carried]):
@@ -130,7 +110,7 @@ class _Carrier(dict[int, Carried]):
     def __missing__(self, rank: int) -> Carried:
         to, back = (self.renamed(by) for by in (self.turns.carry(rank), self.turns.back(rank)))
         pick = itemgetter(*back) if len(back) > 1 else tuple[int, ...]
-        made = self[rank] = Carried(to, back, pick)
+        made = self[rank] = Carried(to, pick)
         return made
 
     def renamed(self, by: Mapping[int, int]) -> Clock:
@@ -148,11 +128,7 @@ class FoldedBuilder(GraphBuilder):
         self.graph.carried = _Carrier(turns, self.chains)
 
 
-def certified(
-    sources: Sequence[LoweredProgram],
-    regions: Regions,
-    turns: Turns,
-) -> bool:
+def certified(sources: Sequence[LoweredProgram], regions: Regions, turns: Turns) -> bool:
     """Returns True if a check of all ranks is proved to find nothing, not even for a remark."""
     if any(source.flaws for source in sources) or takes_blocks(sources):
         return False
