@@ -91,14 +91,14 @@ class FoldedGraph(HappensBefore):
         carried, chain = self.carried[rank], self.chain[node]
         if carried.to[chain] == chain:
             return node
-        made = self.copies.get((node, rank))
-        if made is None:
+        twin = self.copies.get((node, rank))
+        if twin is None:
             clock = self.clocks[self.begins.get(node, node)]
             assert clock is not None
-            made = self.copies[node, rank] = self.add()
-            self.chain[made], self.pos[made] = carried.to[chain], self.pos[node]
+            twin = self.copies[node, rank] = self.add()
+            self.chain[twin], self.pos[twin] = carried.to[chain], self.pos[node]
             self.clocks.append(carried.rename(clock))
-        return made
+        return twin
 
 
 class _Carrier(dict[int, Carried]):

@@ -204,7 +204,7 @@ def _reshaped(axes: Sequence[Axis], sizes: Sequence[int]) -> list[Axis]:
     total, known = prod([axis.size for axis in axes]), prod([size for size in sizes if size != -1])
     if sizes.count(-1) > 1 or known < 1 or total < 1 or any(axis.size < 0 for axis in axes):
         return [Axis(-1, every, None) for _ in sizes]
-    found: list[Axis] = []
+    mapped: list[Axis] = []
     at = 1
     for size in [total // known if size == -1 else size for size in sizes]:
         of, lead, begin = list[int](), None, 1
@@ -214,9 +214,9 @@ def _reshaped(axes: Sequence[Axis], sizes: Sequence[int]) -> list[Axis]:
             if begin == at and axis.size > 1:
                 lead = axis.lead
             begin *= axis.size
-        found.append(Axis(size, tuple(of), lead))
+        mapped.append(Axis(size, tuple(of), lead))
         at *= size
-    return found
+    return mapped
 
 
 def _number(size: Dim) -> int:
