@@ -262,6 +262,8 @@ class Turns:
     @classmethod
     def of(cls, sources: Sequence[LoweredProgram]) -> Turns | None:
         """The Turns of a set that runs together; None where nothing can be folded."""
+        if all(len(source.ranks) < 2 for source in sources):
+            return None  # a turn takes a rank to another one of its Program
         actors = [Actor(s.program, s.ranks, _ends(s), {*_told_apart(s)}) for s in sources]
         counted = {name for actor in actors for name, _ in actor.ends}
         if any(
