@@ -87,17 +87,6 @@ def deep_boxes(size: int) -> str:
     )
 
 
-def wide_strided(size: int) -> str:
-    """`as_strided` boxes of many dimensions whose strides run into each other."""
-
-    def line(k: int) -> str:
-        sizes = ", ".join("3" for _ in range(12))
-        strides = ", ".join(str(1 + (k * 31 + d * d * 7) % 97) for d in range(12))
-        return f"main: copy(x.as_strided(({sizes}), ({strides}), {k % 50}), y.view(-1)[0:531441].view({sizes}))"
-
-    return filled(size, "def f(tp: Team[1], x: f32[8000], y: out[f32[531441]]):\n", line)
-
-
 def scattered(size: int) -> str:
     """Writes of single elements, and reads of all of them."""
     head = "def f(tp: Team[1], x: f32[100000], y: out[f32[100000]]):\n    t = alloc(f32[100000])\n"
@@ -124,16 +113,6 @@ def long_product(size: int) -> str:
     factor = "(" + " + ".join(names) + ")"
     most = " * ".join([factor] * max(2, size // len(factor)))
     return f"def f(tp: Team[1], {sizes}, x: f32[{most}]):\n    main: host_sync()\n"
-
-
-def many_sizes(size: int) -> str:
-    """Thousands of named sizes, compared with one another."""
-    sizes = listed(size // 3, lambda k: f"S{k}: Size[{8 + k % 3}]")
-    number = sizes.count(":")
-    inputs = ", ".join(f"x{k}: f32[S{k}, S{k - 1}]" for k in range(1, number, 2))
-    body = lambda k: f"main: copy(x{1 + 2 * (k % (number // 2))}[0:S{k % number} // 2], y)"  # noqa: E731
-    head = f"def f(tp: Team[1], {sizes}, {inputs}, y: out[f32[S0, S1]]):\n"
-    return filled(size, head, body)
 
 
 def sized_boxes(size: int) -> str:
@@ -186,16 +165,6 @@ def lonely(size: int) -> str:
     two = filled(size // 2, "", lambda k: f't{k}: all_reduce(x, y, team=tp, reduce="sum")')
     head = "(tp: Team[[0, 1]], x: f32[4, 4], y: out[f32[4, 4]]):\n    ranks({})\n"
     return f"def f{head.format(0)}{one}\n\ndef g{head.format(1)}{two}"
-
-
-def collectives(size: int) -> str:
-    """Collectives of many teams that two ranks issue in opposite orders."""
-    number = max(2, size // 100)
-    teams = ", ".join(f"t{k}: Team[[0, 1]]" for k in range(number))
-    head = "({}, x: f32[4, 4], y: out[f32[4, 4]]):\n    ranks({})\n"
-    ops = [f'    main: all_reduce(x, y, team=t{k}, reduce="sum")\n' for k in range(number)]
-    one, two = head.format(teams, 0), head.format(teams, 1)
-    return f"def f{one}{''.join(ops)}\n\ndef g{two}{''.join(reversed(ops))}"
 
 
 def long_circle(size: int) -> str:
@@ -288,11 +257,6 @@ FILLED: dict[str, tuple[str, *tuple[Lines, ...]]] = {
         lambda k: f"side: copy(x[:, {k % 997}:{k % 997 + 7}], y[:, {k % 997}:{k % 997 + 7}])",
     ),
     # Columns of 60,000 runs that are written one by one, and read together, on one stream.
-    "written_columns": (
-        WIDE,
-        lambda k: f"main: copy(x[:, {k % 4095}:{k % 4095 + 1}], y[:, {k % 4095}:{k % 4095 + 1}])",
-        lambda k: f"main: copy(y[:, {k % 4000}:{k % 4000 + 96}], x[:, {k % 4000}:{k % 4000 + 96}])",
-    ),
     # Buffers of one storage, each begins where no other does.
     "one_storage": (
         ONE,
@@ -300,11 +264,6 @@ FILLED: dict[str, tuple[str, *tuple[Lines, ...]]] = {
             f'b{k} = alloc(f32[100000], storage="s", offset={k * 4})\nmain: copy(x, b{k}[0:16].view(4, 4))'
         ),
         lambda k: f"main: copy(b{k}[0:16].view(4, 4), y)",
-    ),
-    "one_storage_freed": (
-        ONE,
-        lambda k: f'b{k} = alloc(f32[4, 4], storage="s", offset={k % 64 * 4})\nmain: copy(x, b{k})',
-        lambda k: f"side: copy(b{k}, y)\nside: free(b{k})",
     ),
     # One slot that is taken again and again, and never freed.
     "one_slot": (
@@ -360,17 +319,14 @@ HOSTILE: dict[str, Hostile] = {
     for each in (
         odd_strides,
         deep_boxes,
-        wide_strided,
         scattered,
         nested,
         long_product,
-        many_sizes,
         sized_boxes,
         long_fused,
         signals,
         all_signals,
         lonely,
-        collectives,
         long_circle,
         large_team,
         largest_team,

@@ -43,6 +43,10 @@ def nothing(*_: object) -> None:
     return None
 
 
+def without_blocks(self: HappensBefore, node: int) -> list[int]:
+    return [*self.preds[node], *(other for other, _ in self.afar.get(node, ()))]
+
+
 def host_goes_on(self: _RunBuilder, node: int, item: Item) -> None:
     ORDER(self, node, item)
     self.host = -1
@@ -101,7 +105,7 @@ PLANTED: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "no slot comes back": (GraphBuilder, "_await_frees", nothing),
     "messages order nothing": (GraphBuilder, "_deliver", nothing),
     "collectives do not queue": (GraphBuilder, "_meet", not_in_turn),
-    "nothing blocks": (HappensBefore, "awaited", lambda self, node: self.preds[node]),
+    "nothing blocks": (HappensBefore, "awaited", without_blocks),
     "the host does not wait": (_RunBuilder, "order", host_goes_on),
     "callers touch nothing": (_RunBuilder, "run", without_callers),
     "an event stays where it was first": (_Lowering, "bind", first_record),

@@ -28,10 +28,6 @@ def test_two_communicators_in_opposite_order() -> None:
     assert "team=a" in str(launched(TWO, ONE))
 
 
-def test_in_one_order_there_is_nothing_to_say() -> None:
-    assert remarks(launched(ONE, TWO)) == []
-
-
 def test_nor_where_an_event_orders_them_on_one_rank() -> None:
     ordered = "    comm: record(e)\n    main: wait(e)\n"
     assert remarks(launched(TWO, ordered + ONE)) == ["launch-order"]  # rank 0 leaves it open

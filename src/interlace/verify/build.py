@@ -32,7 +32,7 @@ from interlace.ir.order import (
     Slot,
     TeamKey,
 )
-from interlace.verify.graph import PER_OP, HappensBefore, IssuedOp, RankPlace
+from interlace.verify.graph import PER_OP, Carrier, HappensBefore, IssuedOp, RankPlace
 from interlace.verify.regions import Regions
 from interlace.verify.source import Item, LoweredProgram
 from interlace.verify.turns import Turns
@@ -57,15 +57,15 @@ class GraphBuilder:
         self.places = [self.everywhere[r] for r in (among if turns is None else turns.visited)]
         self.ranks = {place.rank for place in self.places}
         self.meetings = Meetings[IssuedOp](among=None if turns is None else frozenset(among))
-        self.chains: dict[int, range] = {}
-        """The chains of each rank."""
-        num_chains = 0
+        chains, num_chains = dict[int, range](), 0
         for rank in among:
             place = self.everywhere[rank]
             place.chain, end = num_chains, num_chains + len(place.source.streams)
-            self.chains[rank] = range(num_chains, end)
+            chains[rank] = range(num_chains, end)
             num_chains = end
         self.graph = HappensBefore(num_chains)
+        if turns is not None:
+            self.graph.carried = Carrier(turns, chains)
         self.heights = [0] * num_chains
         """Nodes of each chain so far."""
 
@@ -195,8 +195,6 @@ class GraphBuilder:
         for rank, at in come.items():
             if some and self._has_part(at, True):
                 graph.preds[at.end].append(meeting)
-                if gives[at.begin]:
-                    graph.after_meeting.add(at.end)
             else:
                 graph.blocks[at.end] = [meeting]
             if absent is not None:

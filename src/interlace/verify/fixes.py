@@ -11,13 +11,14 @@ to change.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 
 from interlace.errors import InterlaceError
 from interlace.ir.ops import Expect, Notify, Op, Record, Wait
-from interlace.ir.program import Program, spots
+from interlace.ir.program import Program
 from interlace.ir.text.printer import print_lines, print_op
 from interlace.ir.types import Index, Others, RankIndex
 from interlace.verify.report import Finding, Report
@@ -41,7 +42,7 @@ class Draft:
         self._programs = tuple(programs)
         self._said: list[str] = []
         self._added: dict[int, list[tuple[int, Op]]] = {}
-        """By Program: the ops, each with the place that it stands before."""
+        """The ops added to each Program, each with the place that it stands before."""
 
     def add(self, k: int, op: Op, at: int, after: bool = False) -> None:
         """Adds an op to Program `k`, before or after the op at a place."""
@@ -75,20 +76,14 @@ class Fixes:
     def __init__(self, sources: Sequence[LoweredProgram]) -> None:
         self._programs = [source.program for source in sources]
 
-    def names(self, letter: str) -> Iterator[str]:
-        """Names that no event, signal or buffer of the set has."""
-        taken = self._taken
-        return (name for name in (f"{letter}{n}" for n in itertools.count(1)) if name not in taken)
+    def name(self, letter: str) -> str:
+        """A name that no event, signal or buffer of the set has."""
+        names = (f"{letter}{n}" for n in itertools.count(1))
+        return next(name for name in names if name not in self._words)
 
     @cached_property
-    def _taken(self) -> set[str]:
-        programs = self._programs
-        taken = {name for program in programs for name in program.buffers()}
-        for ordering in [op.ordering() for program in programs for _, op in spots(program.ops)]:
-            taken |= {name for name in (ordering.records, ordering.waits) if name}
-            levels = (ordering.raises, ordering.expects)
-            taken |= {level.signal for level in levels if level is not None}
-        return taken
+    def _words(self) -> set[str]:
+        return {word for program in self._programs for word in re.findall(r"\w+", str(program))}
 
     def race(self, pairs: Sequence[tuple[ByteAccess, ByteAccess]]) -> Draft | None:
         """Orders two accesses, of which the first had better come first; None: only words help."""
@@ -117,7 +112,7 @@ class Fixes:
                 if (event := member.ordering().records) is not None:
                     last[event] = op.stream
         recorded = next((name for name, of in last.items() if of == stream), None)
-        event = recorded or next(self.names("e"))
+        event = recorded or self.name("e")
         if recorded is None:
             record = Record(event=event, stream=stream)
             draft.add(source.number, record, max(one, 0), after=one >= 0)
@@ -146,7 +141,7 @@ class Fixes:
         elif len(distances) == 1:
             (distance,) = distances
             to, of = RankIndex(team, distance), RankIndex(team, -distance)
-        name, at = next(self.names("s")), first.item.index
+        name, at = self.name("s"), first.item.index
         notify = Notify(signal=name, peer=to, team=team, stream=_stream(first))
         expect = Expect(signal=name, peer=of, team=team, stream=_stream(second))
         draft.add(one.number, notify, max(at, 0), after=at >= 0)
@@ -200,9 +195,10 @@ def with_fixes(report: Report, programs: Sequence[Program], again: Check) -> Rep
     """The Report with errors that prove their fix when it is read."""
     prover = _Prover(tuple(programs), report, again)
     findings = list(report.findings)
+    most = 1 if report.num_left_out else MAX_PROOFS  # of a storm of faults each check takes long
     for i, one in enumerate(findings):
         proved = None
-        if one.propose is not None and i < MAX_PROOFS and report.num_ops <= MAX_OPS:
+        if one.propose is not None and i < most and report.num_ops <= MAX_OPS:
             proved = cache(partial(prover.prove, one, one.propose))
         findings[i] = replace(one, propose=None, proved=proved)
     return replace(report, findings=tuple(findings))

@@ -30,17 +30,32 @@ Note [Clocks]
     A chain is one stream of one rank. A node's clock has the position that each chain has surely
     reached when the node starts, so "a happens before b" is one comparison: clock(begin of b)[chain
     of a] >= position of a's end. Nodes that learn of no other chain share the clock of the one
-    before them.
+    before them, as the members of a collective share that of its meeting.
+
+Note [Edges from other ranks]
+    A node stands for the same op on every rank that its rank stands for. What comes before it on
+    another rank is the node of the rank that stands for that one, and the other rank: its clock
+    there is the clock here with the chains renamed, as the map that carries the one rank to the
+    other renames the ranks (turns.py). A clock has a place for each rank of `Turns.among`.
+
+Note [A circle of nodes is a circle of ops]
+    Follow a circle of nodes from an op: it leads to the same op on a rank that some map of finite
+    order carries this one to. Follow it as often as that order, and it leads back to the op itself.
+    So all nodes have an order exactly if all ops of all ranks have one.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from interlace.errors import ProgramError
 from interlace.ir.types import Where
 from interlace.verify.source import Item, LoweredProgram
+from interlace.verify.turns import Turns
 
 Part = tuple["RankPlace", Item]
 MAX_WORDS = 200_000_000
@@ -84,6 +99,33 @@ Arrival = tuple[Clock, int, int]
 """A node that another comes after: its clock, its chain and its position there."""
 
 
+class Carried(NamedTuple):
+    """Renaming of chains by the map that carries a rank's representative to it."""
+
+    to: Clock
+    """The chain that each becomes."""
+    rename: Callable[[Clock], Clock]
+    """Positions of chains, under the new names."""
+
+
+class Carrier(dict[int, Carried]):
+    """Makes the renaming for each rank when it is first asked for."""
+
+    def __init__(self, turns: Turns, chains: Mapping[int, range]) -> None:
+        self.turns, self.chains = turns, chains
+
+    def __missing__(self, rank: int) -> Carried:
+        to, back = (self.renamed(by) for by in (self.turns.carry(rank), self.turns.back(rank)))
+        pick = itemgetter(*back) if len(back) > 1 else tuple[int, ...]
+        made = self[rank] = Carried(to, pick)
+        return made
+
+    def renamed(self, by: Mapping[int, int]) -> Clock:
+        """The chain that each chain becomes by a map of the ranks."""
+        ranks = map(by.__getitem__, self.chains)
+        return tuple(itertools.chain.from_iterable(map(self.chains.__getitem__, ranks)))
+
+
 @dataclass(slots=True, eq=False)
 class HappensBefore:
     """Nodes by number, each with its predecessors and the op that it is a point of."""
@@ -97,12 +139,14 @@ class HappensBefore:
     pos: list[int] = field(default_factory=list[int])
     afar: dict[int, list[tuple[int, int]]] = field(default_factory=dict[int, list[tuple[int, int]]])
     """Node -> what it comes after on ranks that others stand for: the node, and the rank."""
+    carried: Mapping[int, Carried] = field(default_factory=dict[int, "Carried"])
+    """Renamings of chains, by rank that another stands for."""
+    copies: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    """Copy of a node on a rank that its own stands for, only to be compared; by node and rank."""
     begins: dict[int, int] = field(default_factory=dict[int, int])
     """End of an op -> its begin, where the two are apart."""
     blocks: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     """Node -> what it may have to wait for though it is not ordered by it: Note [Two extremes]."""
-    after_meeting: set[int] = field(default_factory=set[int])
-    """Ends of collectives that come after nothing but a meeting which their begin is part of."""
     never: dict[int, str] = field(default_factory=dict[int, str])
     """Node -> what it waits for that never comes."""
     places: list[RankPlace] = field(default_factory=list[RankPlace])
@@ -123,7 +167,10 @@ class HappensBefore:
     def awaited(self, node: int) -> list[int]:
         """All that must be done before a node can be."""
         before = self.preds[node]
-        return [*before, *self.blocks[node]] if node in self.blocks else before
+        if node not in self.blocks and node not in self.afar:
+            return before
+        afar = (other for other, _ in self.afar.get(node, ()))
+        return [*before, *self.blocks.get(node, ()), *afar]
 
     def solve(self) -> None:
         """Fills `order` and `clocks`; what cannot finish is left out of them."""
@@ -134,16 +181,23 @@ class HappensBefore:
             known = self.clocks[before[-1]] if before else start
             alone = len(before) == 1 and self.chain[before[-1]] == self.chain[node]
             shares = (not before or alone) and node not in self.afar
-            shares = shares or node in self.after_meeting
             self.clocks[node] = known if shares else self._joined(self.arrivals(node))
 
     def arrivals(self, node: int) -> list[Arrival]:
         """The nodes before a node."""
-        return [
+        here = [
             (clock, self.chain[other], self.pos[other])
             for other in self.preds[node]
             if (clock := self.clocks[other]) is not None
         ]
+        return here + [self.arrival(other, rank) for other, rank in self.afar.get(node, ())]
+
+    def arrival(self, node: int, rank: int) -> Arrival:
+        """A node, as it is on a rank that its own stands for."""
+        clock, chain, position = self.clocks[node], self.chain[node], self.pos[node]
+        assert clock is not None
+        carried = self.carried[rank]
+        return carried.rename(clock), carried.to[chain] if chain >= 0 else -1, position
 
     def sequence(self) -> list[int]:
         """The nodes that can finish, in an order in which they can."""
@@ -170,8 +224,11 @@ class HappensBefore:
         for _, chain, position in arrivals:
             if chain >= 0 and position > reached[chain]:
                 reached[chain] = position
-        self.take(len(reached))
-        return tuple(reached)
+        joined = tuple(reached)
+        known = next((clock for clock in clocks if clock == joined), None)
+        if known is None:
+            self.take(len(joined))
+        return known or joined
 
     def take(self, words: int) -> None:
         """Counts memory. Raises ProgramError where that is too much."""
@@ -185,7 +242,17 @@ class HappensBefore:
 
     def copy(self, node: int, rank: int) -> int:
         """A node for an op of this node's rank as it is on another, which its own stands for."""
-        raise AssertionError(f"rank {rank} stands for itself, of which node {node} is none")
+        carried, chain = self.carried[rank], self.chain[node]
+        if carried.to[chain] == chain:
+            return node
+        twin = self.copies.get((node, rank))
+        if twin is None:
+            clock = self.clocks[self.begins.get(node, node)]
+            assert clock is not None
+            twin = self.copies[node, rank] = self.add()
+            self.chain[twin], self.pos[twin] = carried.to[chain], self.pos[node]
+            self.clocks.append(carried.rename(clock))
+        return twin
 
     def before(self, one: int, other: int) -> bool:
         """True if op `one` has ended before op `other` begins, in every run of the programs."""

@@ -54,7 +54,7 @@ _WHY = {
 
 
 class Rule(NamedTuple):
-    """How an op may write what it also reads."""
+    """Permission of an op to write what it also reads."""
 
     name: str
     form: str = ""

@@ -221,21 +221,26 @@ class Report:
             "findings": [finding.to_json() for finding in self.findings],
         }
 
-    def __str__(self) -> str:
+    def head(self) -> str:
+        """The verdict, and what was checked."""
         ranks = f"{self.num_ranks:,} ranks"
         if self.symmetry is not None:
             folded = " and ".join(filter(None, self.symmetry.folded))
             ranks += f" by symmetry of {folded}: {self.num_visited:,} visited"
         size = f"{ranks}, {self.num_ops} ops, {self.seconds * 1e3:.0f} ms"
-        errors = len(self.errors) + self.num_left_out
-        verdict = f"unsound: {errors} fault{'s' if errors != 1 else ''}" if errors else "sound"
+        verdict = self.verdict()
         if self.in_order:
             verdict = verdict.replace("sound", "sound in order, one op after another", 1)
-        if errors >= MAX_FAULTS:
-            verdict += " or more"
         if self.sizes.sizes:
             verdict += f" where {self.sizes or 'sizes are what they may be'}"
-        parts = [f"{verdict} ({size})", *map(str, self.findings)]
-        if self.num_left_out:
-            parts.append(f"... and {self.num_left_out} more of the same kinds")
-        return "\n\n".join(parts)
+        return f"{verdict} ({size})"
+
+    def verdict(self) -> str:
+        """`sound`, or the number of faults."""
+        count = len(self.errors) + self.num_left_out
+        most = " or more" if count >= MAX_FAULTS else ""
+        return f"unsound: {count} fault{'s' if count != 1 else ''}{most}" if count else "sound"
+
+    def __str__(self) -> str:
+        more = [f"... and {self.num_left_out} more of the same kinds"] if self.num_left_out else []
+        return "\n\n".join([self.head(), *map(str, self.findings), *more])

@@ -223,9 +223,9 @@ class _Walk:
             for i in range(number):
                 start = box.offset + i * height * box.strides[0]
                 block = Box(start, (height, *box.sizes[1:]), box.strides, box.dtype)
-                found = [one for one in _distinct(self.read(place, touch, block)) if one]
-                by_row = bool(found) and found[0].by_row and height != 1
-                if len(found) > 1 or by_row:
+                origins = [one for one in _distinct(self.read(place, touch, block)) if one]
+                by_row = bool(origins) and origins[0].by_row and height != 1
+                if len(origins) > 1 or by_row:
                     first, last = at_hand(i * height), at_hand((i + 1) * height) - 1
                     text = print_view(view, place.source.program)
                     return (
@@ -238,7 +238,7 @@ class _Walk:
 
 def _cut(strip: Strip, start: Int, length: Int) -> Strip:
     """`length` bytes of a strip, from `start` on."""
-    found: list[tuple[Int, Origin | None]] = []
+    pieces: list[tuple[Int, Origin | None]] = []
     for size, origin in strip:
         if length == 0:
             break
@@ -246,9 +246,9 @@ def _cut(strip: Strip, start: Int, length: Int) -> Strip:
             start -= size
             continue
         take = length if length <= size - start else size - start
-        found.append((take, origin))
+        pieces.append((take, origin))
         start, length = 0, length - take
-    return found
+    return pieces
 
 
 def _spans(box: Box) -> list[tuple[Int, Int]] | None:

@@ -204,7 +204,7 @@ def _reshaped(axes: Sequence[Axis], sizes: Sequence[int]) -> list[Axis]:
     total, known = prod([axis.size for axis in axes]), prod([size for size in sizes if size != -1])
     if sizes.count(-1) > 1 or known < 1 or total < 1 or any(axis.size < 0 for axis in axes):
         return [Axis(-1, every, None) for _ in sizes]
-    found: list[Axis] = []
+    mapped: list[Axis] = []
     at = 1
     for size in [total // known if size == -1 else size for size in sizes]:
         of, lead, begin = list[int](), None, 1
@@ -214,9 +214,9 @@ def _reshaped(axes: Sequence[Axis], sizes: Sequence[int]) -> list[Axis]:
             if begin == at and axis.size > 1:
                 lead = axis.lead
             begin *= axis.size
-        found.append(Axis(size, tuple(of), lead))
+        mapped.append(Axis(size, tuple(of), lead))
         at *= size
-    return found
+    return mapped
 
 
 def _number(size: Dim) -> int:
@@ -262,6 +262,8 @@ class Turns:
     @classmethod
     def of(cls, sources: Sequence[LoweredProgram]) -> Turns | None:
         """The Turns of a set that runs together; None where nothing can be folded."""
+        if all(len(source.ranks) < 2 for source in sources):
+            return None  # a turn takes a rank to another one of its Program
         actors = [Actor(s.program, s.ranks, _ends(s), {*_told_apart(s)}) for s in sources]
         counted = {name for actor in actors for name, _ in actor.ends}
         if any(

@@ -91,18 +91,14 @@ class PipeliningReport(Report):
             ],
         }
 
-    def __str__(self) -> str:
+    def head(self) -> str:
         size = (
             f"{self.form}: {self.num_ranks} ranks, {self.num_stages} stages, "
             f"{self.num_microbatches} microbatches, {self.num_ops} actions, "
             f"{self.seconds * 1e3:.0f} ms"
         )
-        count = len(self.errors) + self.num_left_out
-        verdict = "sound" if self.sound else f"unsound: {count} fault{'s' if count != 1 else ''}"
         lines = [
             f"  {'sound  ' if sound else 'unsound'}  {MODELS[name]}"
             for name, sound in self.verdicts.items()
         ]
-        more = [f"... and {self.num_left_out} more"] if self.num_left_out else []
-        head = "\n".join([f"{verdict} ({size})", *lines])
-        return "\n\n".join([head, *map(str, self.findings), *more])
+        return "\n".join([f"{self.verdict()} ({size})", *lines])

@@ -98,18 +98,17 @@ class RecordedReport(Report):
     def to_json(self) -> dict[str, Any]:
         return {**Report.to_json(self), "assumed": list(self.assumed)}
 
-    def __str__(self) -> str:
+    def head(self) -> str:
         size = f"{self.num_ranks} ranks, {self.num_ops} records, {self.seconds * 1e3:.0f} ms"
         count = len(self.errors)
         verdict = f"{count} fault{'s' if count != 1 else ''}"
         if self.sound:
             verdict = "nothing to report: all that was recorded fits together and had ended"
-        parts = [f"{verdict} ({size})", *map(str, self.findings)]
-        if self.num_left_out:
-            parts.append(f"... and {self.num_left_out} more findings")
-        if self.assumed:
-            parts.append("\n".join(["assumed:", *(f"  {one}" for one in self.assumed)]))
-        return "\n\n".join(parts)
+        return f"{verdict} ({size})"
+
+    def __str__(self) -> str:
+        assumed = "\n".join(["assumed:", *(f"  {one}" for one in self.assumed)])
+        return Report.__str__(self) + (f"\n\n{assumed}" if self.assumed else "")
 
 
 def in_order(findings: Sequence[RecordedFinding]) -> list[RecordedFinding]:
