@@ -36,14 +36,14 @@ def site(tp: Team[3], x: f32[12, 8], w: f32[8, 6]):
 
 STRATEGIES: list[StrategyName | tuple[StrategyName, str]] = [
     *("serial", "pipeline", "ring"),
-    *(("peer", transport) for transport in ("get", "put")),
+    *(("peer", protocol) for protocol in ("get", "put")),
 ]
 
 
 def lowered(site: str, strategy: StrategyName | tuple[StrategyName, str]) -> Program:
     """The schedule of a site."""
-    name, transport = strategy if isinstance(strategy, tuple) else (strategy, None)
-    return lower(parse(SITES[site]), Options(strategy=name), transport=transport)
+    name, protocol = strategy if isinstance(strategy, tuple) else (strategy, None)
+    return lower(parse(SITES[site]), Options(strategy=name), protocol=protocol)
 
 
 def matters(program: Program, op: Op) -> bool:
