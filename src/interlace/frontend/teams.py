@@ -217,15 +217,15 @@ def consent_of_ranks(
     teams = [team_of(group, "", limit) for group in groups]
     digest = hashlib.sha256(" ".join(places).encode()).hexdigest()[:16]
     for team in sorted({*teams}, key=lambda team: team.key):  # in an order that all ranks share
-        mine = [i for i, own in enumerate(teams) if own is team]
-        told = {"graph": digest, "wishes": [agreed[i] for i in mine]}
-        for rank, note in zip(team.ranks, team.consult(what, told, limit), strict=True):
-            if (note["graph"], len(note["wishes"])) != (digest, len(mine)):
+        own = [i for i, each in enumerate(teams) if each is team]
+        own_note = {"graph": digest, "wishes": [agreed[i] for i in own]}
+        for rank, note in zip(team.ranks, team.consult(what, own_note, limit), strict=True):
+            if (note["graph"], len(note["wishes"])) != (digest, len(own)):
                 raise AgreementError(
                     f"rank {rank} compiles another graph than rank {team.rank}, where ranks decide "
                     f"{what}: compile the same model on every rank of a process group"
                 )
-            for i, wish in zip(mine, note["wishes"], strict=True):
+            for i, wish in zip(own, note["wishes"], strict=True):
                 agreed[i] = agreed[i] and wish
     return agreed
 
