@@ -96,28 +96,6 @@ def test_doctor_tells_why_gloo_cannot_join_hosts(hosts: Hosts) -> None:
     assert "set GLOO_SOCKET_IFNAME" in broken["gloo on interlace-b"]["fix"]
 
 
-@pytest.mark.slow
-def test_doctor_ends_where_gloo_reaches_no_other_host(hosts: Hosts) -> None:
-    for number in range(2):
-        for what in (
-            "link add other type veth peer name end",
-            f"address add 10.88.{number}.1/24 dev other",
-            "link set other up",
-            "link set end up",
-        ):
-            subprocess.run(hosts.command(number, "ip", *what.split()), check=True, timeout=10)
-    program = (*DOCTOR, "--timeout", "20")
-    first, _ = run_on(hosts, 1, program, program, interface="other")
-    facts = json.loads(first.stdout)
-    assert [host["gloo"] for host in facts["hosts"]] == [
-        ["other", "10.88.0.1"],
-        ["other", "10.88.1.1"],
-    ]
-    (broken,) = (check for check in facts["checks"] if check["state"] == "broken")
-    assert broken["name"] == "gloo between ranks"
-    assert "the backend 'gloo' of all ranks could not be connected" in broken["found"]
-
-
 def test_doctor_ends_where_a_rank_never_comes() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}

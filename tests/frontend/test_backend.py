@@ -1,4 +1,4 @@
-"""torch.compile(backend=interlace) on real processes: training, dropout, checkpointing, meshes."""
+"""torch.compile(backend=interlace) on real processes: dropout, checkpointing, blocks, meshes."""
 
 from __future__ import annotations
 
@@ -59,55 +59,7 @@ def close(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> flo
     return max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
 
 
-# -- training -------------------------------------------------------------------------------------
-
-
-def trained(strategy: str, steps: int) -> tuple[list[float], list[str]]:
-    """Steps overlapped, in order, serial and eager; the losses and the kinds of sites."""
-    losses: dict[str, list[float]] = {}
-    last: dict[str, dict[str, torch.Tensor]] = {}
-    kinds: list[str] = []
-    ways: dict[str, dict[str, Any] | None] = {
-        "eager": None,
-        "overlapped": {"strategy": strategy},
-        "in order": {"strategy": strategy, "in_order": True},
-        "serial": {"overlap": False},
-    }
-    for way, options in ways.items():
-        model, tokens = make(layers=1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        call = model if options is None else compiled(model, **options)
-        with capture() as captured:
-            losses[way] = []
-            for _ in range(steps):
-                loss = loss_of(call, tokens)
-                loss.backward()
-                optimizer.step()
-                losses[way].append(loss.item())
-                last[way] = gradients(model)
-        if way == "overlapped":
-            kinds = [site.kind for program in captured.programs for site in program.sites]
-    assert losses["overlapped"] == losses["in order"]
-    assert bits(last["overlapped"]) == bits(last["in order"])
-    for way in ("overlapped", "serial"):
-        for mine, theirs in zip(losses[way], losses["eager"], strict=True):
-            assert abs(mine - theirs) < 1e-5
-        assert close(last[way], last["eager"]) < 1e-5
-    return losses["overlapped"], kinds
-
-
-@pytest.mark.parametrize(
-    ("world", "strategy", "steps"),
-    [(2, "peer", 8), pytest.param(4, "ring", 20, marks=pytest.mark.slow)],
-)
-def test_training(pool: Pool, world: int, strategy: str, steps: int) -> None:
-    results = pool(world).run(trained, strategy, steps, timeout_s=200)
-    assert all(result == results[0] for result in results)
-    losses, kinds = results[0]
-    assert losses[-1] < losses[0]
-    # forward: QKV and gate/up gathers, two scatters, the head; backward the other way round
-    assert kinds.count("all_gather_matmul") == 5, " ".join(kinds)
-    assert kinds.count("matmul_reduce_scatter") == 5, kinds
+# -- an empty batch ------------------------------------------------------------------------------
 
 
 def empty_batches() -> list[tuple[int, ...]]:

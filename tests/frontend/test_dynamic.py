@@ -62,23 +62,3 @@ def test_a_cache_that_is_too_small_warns_once() -> None:
     for part in ("Sequential met more sizes", "than 2", "cache_size", "dynamic=True"):
         assert part in told
     assert not warned(interlace.compile(net, options={"cache_size": 4}), [2, 3, 4, 5] * 2)
-
-
-def classes_of_sizes(rows: list[int]) -> list[str]:
-    """The warnings of inference with so many rows, by one Program at a time."""
-    torch.compiler.reset()
-    options: Any = {"cache_size": 1}
-    model = feed_forward(WIDTH, Shard(0), Shard(0))
-    call = torch.compile(model, backend=backend, dynamic=True, options=options)
-    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
-        warnings.simplefilter("always", CacheWarning)
-        for n in rows:
-            call(torch.ones(n, WIDTH))
-    return [str(each.message) for each in caught if each.category is CacheWarning]
-
-
-def test_more_classes_of_sizes_than_are_kept_warn_once(pool: Pool) -> None:
-    assert pool(2).run(classes_of_sizes, [20, 24, 28]) == [[], []]
-    for (told,) in pool(2).run(classes_of_sizes, [20, 40, 24, 44, 20]):
-        assert "inference graph" in told
-        assert "than 1" in told

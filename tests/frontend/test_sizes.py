@@ -233,29 +233,6 @@ def test_sizes_that_reach_scalars(pool: Pool, seed: int) -> None:
     assert pool(2).run(scalars, sizes, timeout_s=110) == [[], []]
 
 
-def other_lengths() -> str:
-    """What a rank is told whose peers run another length."""
-    torch.compiler.reset()
-    model = feed_forward(WIDTH, Shard(0), Shard(0))
-    options: Any = {"timeout_s": 4.0}
-    call = torch.compile(model, backend=backend, dynamic=True, options=options)
-    with torch.no_grad():
-        for length in (20, 24, 28):
-            call(torch.randn(length, WIDTH))
-        try:
-            call(torch.randn(20 + 4 * dist.get_rank(), WIDTH))
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    return ""
-
-
-@pytest.mark.timeout(90)
-def test_ranks_with_other_lengths_are_told(pool: Pool) -> None:
-    told = pool(2).run(other_lengths, timeout_s=60, replace=True)
-    assert all(told), told
-    assert any("s0 = 20" in each and "s0 = 24" in each for each in told), told
-
-
 @pytest.mark.timeout(240)
 def test_inductor_compiles_what_communicates_nothing() -> None:
     """As it does on a GPU, where regions are its own by default."""

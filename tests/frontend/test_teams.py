@@ -44,7 +44,8 @@ def names_and_groups() -> list[Any]:
 
     torch.compiler.reset()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    rank = dist.get_rank()
+    thick = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
+    flat, rank = thick["dp", "cp"]._flatten("dp_cp"), dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     across = [dist.new_group([0, 3]), dist.new_group([1, 2])]
     mine, other = pairs[rank // 2], across[0 if rank in (0, 3) else 1]
@@ -55,6 +56,7 @@ def names_and_groups() -> list[Any]:
         [dist.group.WORLD],
         [mine],
         [mine, other],
+        [flat, thick["tp"]],
     ]
     for groups in choices:
 
@@ -79,12 +81,13 @@ def names_and_groups() -> list[Any]:
 
 def test_names_and_groups(pool: Pool) -> None:
     results = pool(4).run(names_and_groups)
-    for rank, (tp, both, world, pair, crossed) in enumerate(results):
+    for rank, (tp, both, world, pair, crossed, flattened) in enumerate(results):
         here = None if rank < 2 else (2, 3)
         assert tp == ([("tp", 2, None)], here)
         assert both == ([("dp", 2, None), ("tp", 2, None)], None)
         assert world == ([("world", 4, None)], None)
         assert pair[1] == here
         assert pair[0][0][1:] == (2, None)
+        assert flattened == ([("dp_cp", 2, None), ("tp", 2, None)], None)
         assert "which join ranks" in crossed
         assert "fix: take all of them from one DeviceMesh" in crossed

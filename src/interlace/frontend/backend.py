@@ -124,6 +124,20 @@ class Compilation:
             "keep_inference_input_mutations": True,
         }
 
+    def run(
+        self,
+        trace: Callable[[Sequence[object]], Callable[..., Sequence[object]]],
+        inputs: Sequence[object],
+        name: str,
+    ) -> Callable[..., Sequence[object]]:
+        """Has AOTAutograd trace for these inputs, and binds what came of it; returns the callable
+        for inputs like these. `name` is what the log calls it."""
+        plain, wrap = without_waiting(inputs)
+        with compiling():
+            call = trace(plain)
+        self.prepare(name)
+        return wrap(call)
+
     def prepare(self, name: str) -> None:
         """Binds the graphs that have concrete sizes, forward and backward together, or none;
         `name` is what the log calls it."""
@@ -246,12 +260,10 @@ class Backend:
             places=self._places,
         )
         compilation = Compilation(setting)
-        plain, wrap = without_waiting(example_inputs)
-        with compiling():
-            compiled = aot_autograd(**compilation.compilers())(gm, plain)
-        compilation.prepare(origin.name)
+        trace: Any = aot_autograd(**compilation.compilers())
+        call = compilation.run(lambda plain: trace(gm, plain), example_inputs, origin.name)
         self._graphs.update(zip(self._count, compilation.graphs, strict=False))
-        return wrap(compiled)
+        return call
 
 
 backend = Backend()

@@ -22,10 +22,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.errors import ExecutorError, OptionError
-from interlace.frontend.backend import Compilation, compiling, meshes_in, options_from
+from interlace.frontend.backend import Compilation, meshes_in, options_from
 from interlace.frontend.binding import Bound
 from interlace.frontend.caches import BoundedCache
-from interlace.frontend.calling.arguments import without_waiting
 from interlace.frontend.calling.as_module import AsModule
 from interlace.frontend.calling.call_key import CallKeys, ModuleCall
 from interlace.frontend.calling.direct import Direct, observed
@@ -244,17 +243,16 @@ class Compiled(AsModule):
         labels = (*(unwrapped(name).replace(".", "_") for name in call.names), *arguments)
         device = device_of(call.tensors)
         compilation = Compilation(Setting(self.options, meshes, labels, device))
-        plain, wrap = without_waiting(call.tensors)
         objects = {f"argument {i}": x for i, x in enumerate(args)} | kwargs
-        objects |= {name_of(self.fn): self.fn}
-        with none_left(objects), compiling(), tracing(name_of(self.fn)):
-            compiled = aot_module_simplified(
-                _Function(flat),  # pyright: ignore[reportArgumentType]
-                plain,
-                **compilation.compilers(),
-            )
-        compilation.prepare(name_of(self.fn))
-        return _Entry(wrap(compiled), compilation, found[-1])
+        name = name_of(self.fn)
+
+        def trace(plain: Sequence[object]) -> Callable[..., Sequence[object]]:
+            with none_left(objects | {name: self.fn}), tracing(name):
+                function: Any = _Function(flat)
+                return aot_module_simplified(function, plain, **compilation.compilers())
+
+        call_graphs = compilation.run(trace, call.tensors, name)
+        return _Entry(call_graphs, compilation, found[-1])
 
 
 class _Function(nn.Module):

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 DIGITS = 8
 NAME = re.compile(rf"(forward|backward|inference)-[0-9a-f]{{{DIGITS}}}\.ilc")
-MOST_TOLD = 12
-"""Differences that an error lists."""
 
 
 def export(
@@ -160,9 +158,8 @@ def _find(kind: str, graph: Program, rank: int, folder: Path) -> Program | None:
             )
         return None
     program = _on_ranks_of(graph, load(path))
-    if told := differences(program, graph, rank):
-        more = [f"and {len(told) - MOST_TOLD} more"] if len(told) > MOST_TOLD else []
-        listed = "\n".join(f"  {line}" for line in [*told[:MOST_TOLD], *more])
+    if lines := differences(program, graph, rank):
+        listed = "\n".join(f"  {line}" for line in lines)
         raise ScheduleError(
             f"{path} does not fit the {kind} graph that it is for:\n{listed}\n"
             "Keep the signature and the results as they were exported"

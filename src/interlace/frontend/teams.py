@@ -24,6 +24,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -177,8 +178,15 @@ def _axis(mesh: DeviceMesh, dim: int) -> tuple[str, KnownTeam]:
     names = mesh.mesh_dim_names
     name = names[dim] if names else ("world" if mesh.ndim == 1 else f"axis_{dim}")
     size = mesh.size(dim)
-    rows = mesh.mesh.movedim(dim, -1).reshape(-1, size).tolist()
+    rows = _all_ranks(mesh).movedim(dim + 1, -1).reshape(-1, size).tolist()
     return group_of_mesh(mesh, dim).group_name, KnownTeam(name, tuple(map(tuple, rows)))
+
+
+def _all_ranks(mesh: DeviceMesh) -> torch.Tensor:
+    """The ranks of a mesh and, of a part of a mesh or of flattened dimensions, of those beside it;
+    `mesh.mesh` has those alone that this rank is among."""
+    layout, ranks = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
+    return mesh.mesh[None] if layout is None or ranks is None else layout.remap_to_tensor(ranks)
 
 
 def _plain_group(name: str) -> KnownTeam:

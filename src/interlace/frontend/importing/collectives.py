@@ -137,7 +137,7 @@ _OPERATORS: dict[str, tuple[Callable[..., View], tuple[int, ...]]] = {
     "_c10d_functional.wait_tensor": (lambda imp, node, src: src, ()),
     "_c10d_functional._wrap_tensor_autograd": (lambda imp, node, src: src, ()),
 }
-"""What imports each operator for one tensor, and the places of its arguments beside that."""
+"""Function that imports an operator of one tensor, and the places of its further arguments."""
 
 
 def _normaliser(convert: Callable[..., View], places: tuple[int, ...]) -> Normaliser:

@@ -21,8 +21,7 @@ meets the very same again in the next call, where others do not, is told that th
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -44,9 +43,6 @@ class KnownPlaces:
         default_factory=dict[tuple[str, ...], list[bool]]
     )
     """Joint decisions of the ranks on a graph, by where it communicates."""
-    graphs: weakref.WeakSet[GraphPlaces] = field(
-        default_factory=lambda: weakref.WeakSet[GraphPlaces]()
-    )
 
     def decided(self, graph: fx.Graph, ask: Callable[[], list[bool]]) -> list[bool]:
         """The ranks' answers, new or of their first compilation: Note [As traced]."""
@@ -54,12 +50,6 @@ class KnownPlaces:
         if not own.traced or own.places not in self.decisions:
             self.decisions[own.places] = ask()
         return self.decisions[own.places]
-
-    def run_as_traced(self, keys: Iterable[str], why: str) -> None:
-        """Has the graphs that hold these places run as traced, on all ranks."""
-        self.traced.update(dict.fromkeys(filter(None, keys), why))
-        for graph in self.graphs:
-            graph.look_up()
 
     def clear(self) -> None:
         """Forgets them all."""
@@ -73,15 +63,16 @@ class GraphPlaces:
     def __init__(self, graph: fx.Graph, known: KnownPlaces, kind: str) -> None:
         self.graph, self._known, self._kind = graph, known, kind
         self.places = tuple(map(_place, communications(graph)))
-        self.traced = ""
-        """Why the graph runs as traced, by what is known of it or of others of the same code."""
-        self.look_up()
-        known.graphs.add(self)
+        self._why = ""
 
-    def look_up(self) -> None:
-        """Sets `traced` by what is known now; a reason that it has stays."""
-        known = self._known.traced
-        self.traced = self.traced or next((known[key] for key in self.places if key in known), "")
+    @property
+    def traced(self) -> str:
+        """Why the graph runs as traced, by what is known of it or of others of the same code; a
+        reason that it has stays."""
+        if self._known.traced and not self._why:
+            known = self._known.traced
+            self._why = next((known[key] for key in self.places if key in known), "")
+        return self._why
 
     def ask(self, timeout_s: float | None) -> None:
         """Has the ranks of all its teams say whether sizes of exchanges are data, if not known."""
@@ -91,12 +82,12 @@ class GraphPlaces:
         data = any(map(_is_uneven, nodes))
         places = [self._kind, *(location(node).module for node in nodes)]
         for group in dict.fromkeys(map(group_of, communications(self.graph))):
-            wishes = [(group, not data)]  # what one axis of a mesh says is told along the next
-            told = consent_of_ranks(places, wishes, timeout_s, "whether sizes are data")
-            data = not told[0]
+            wishes = [(group, not data)]  # what one axis of a mesh says is agreed along the next
+            agreed = consent_of_ranks(places, wishes, timeout_s, "whether sizes are data")
+            data = not agreed[0]
         if data:
-            self.traced = DATA
-            self._known.run_as_traced(map(_place, nodes), DATA)
+            self._why = DATA
+            self._known.traced.update(dict.fromkeys(filter(None, map(_place, nodes)), DATA))
 
 
 def exchanges(graph: fx.Graph) -> list[fx.Node]:

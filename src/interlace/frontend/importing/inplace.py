@@ -129,14 +129,14 @@ class InPlace:
             self._update(imp, node, target)
 
     def _update(self, imp: Importer, node: fx.Node, target: View) -> None:
-        def apart(arg: object) -> Any:
+        def unshared(arg: object) -> Any:
             """An argument that shares no memory with what is written."""
             if isinstance(arg, View) and arg.buffer == target.buffer:
                 return imp.copied(arg)
-            return tuple(map(apart, arg)) if isinstance(arg, tuple) else arg
+            return tuple(map(unshared, arg)) if isinstance(arg, tuple) else arg
 
-        args = (target, *(apart(imp.arg(arg)) for arg in node.args[1:]))
-        kwargs = tuple((key, apart(imp.arg(arg))) for key, arg in node.kwargs.items())
+        args = (target, *(unshared(imp.arg(arg)) for arg in node.args[1:]))
+        kwargs = tuple((key, unshared(imp.arg(arg))) for key, arg in node.kwargs.items())
         fn = UPDATES[str(node.target)]
         imp.emit(Call(fn=fn, args=args, kwargs=kwargs, outs=(target,), mutates=True, loc=imp.loc))
 

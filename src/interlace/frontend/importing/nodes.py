@@ -169,10 +169,10 @@ def location(node: fx.Node) -> Loc:
     module = module_path(str(innermost[0] if isinstance(innermost, tuple) else innermost))
     module = module or unwrapped((node.meta.get("custom") or {}).get(MODULE_KEY, ""))
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    mine = [frame for frame in frames if not frame[0].startswith((_TORCH, "<"))]
-    if not mine:
+    outside = [frame for frame in frames if not frame[0].startswith((_TORCH, "<"))]
+    if not outside:
         return Loc(module)
-    file, line = mine[-1]
+    file, line = outside[-1]
     return Loc(module, file, int(line))
 
 

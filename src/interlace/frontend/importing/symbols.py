@@ -102,7 +102,7 @@ class Symbols:
             for index, fake in enumerate(placeholders)
             for number, read in _numbers(fake)
         ]  # symbols by themselves first
-        numbers.sort(key=lambda told: not isinstance(told[0], sympy.Symbol))
+        numbers.sort(key=lambda number: not isinstance(number[0], sympy.Symbol))
         self._readers: dict[str, Callable[[Sequence[object], Mapping[str, int]], int]] = {}
         unknown = {symbol for expr, _, _ in numbers for symbol in expr.free_symbols}
         found = True

@@ -66,7 +66,7 @@ def same_layout(box: Box, tensor: torch.Tensor) -> bool:
 def same_strides(box: Box, strides: Sequence[Int]) -> bool:
     """Returns True if a box has these strides wherever a stride has a meaning."""
     pairs = zip(box.sizes, box.strides, strides, strict=True)
-    return box.numel == 0 or all(size == 1 or mine == theirs for size, mine, theirs in pairs)
+    return box.numel == 0 or all(size == 1 or own == other for size, own, other in pairs)
 
 
 def scalar_word(value: object, device: torch.device) -> Any:

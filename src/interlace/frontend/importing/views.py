@@ -130,9 +130,9 @@ def extend(view: View, buffer: Buffer, steps: tuple[Step, ...], out: torch.Tenso
 
 def strided(box: Box, source: torch.Tensor, out: torch.Tensor, view: View) -> View:
     """`out` as a strided box of the buffer, by where it starts in the storage of `source`."""
-    mine, theirs = source.element_size(), out.element_size()
-    start = size_of(out.storage_offset()) - size_of(source.storage_offset()) * mine // theirs
-    offset = box.offset * mine // theirs + start
+    size, out_size = source.element_size(), out.element_size()
+    start = size_of(out.storage_offset()) - size_of(source.storage_offset()) * size // out_size
+    offset = box.offset * size // out_size + start
     steps: tuple[Step, ...] = (AsStrided(sizes_of(out.shape), sizes_of(out.stride()), offset),)
     if dtype_of(out.dtype) != box.dtype:
         steps = (Cast(dtype_of(out.dtype)), *steps)
