@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 import interlace.float8.operators
-import interlace.frontend.importing.lowerings  # noqa: F401  (they register operators)
+import interlace.frontend.importing.normalise  # noqa: F401  (they register operators)
 from interlace.ir.operators import TABLE, Facts, table, usual
 from interlace.runtime.calling.effects import effects_by
 

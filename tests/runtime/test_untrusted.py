@@ -14,7 +14,7 @@ import interlace.float8  # noqa: F401  (registers operators)
 from interlace.commands.check import look_up
 from interlace.errors import ExecutorError, InterlaceError, ProgramError
 from interlace.frontend import backend
-from interlace.frontend.importing.lowerings import GET_STATE, SET_STATE
+from interlace.frontend.importing.normalise import GET_STATE, SET_STATE
 from interlace.ir import parse
 from interlace.ir.operators import FUNCTIONS, WORDS, facts_of, refusal, table
 from interlace.kernels import KERNELS

@@ -110,9 +110,13 @@ def scheduled(
     return _find(kind, graph, program_rank(graph, groups), Path(options.schedules))
 
 
-def text_of(graph: Program, written: Program | None) -> tuple[str, str]:
-    """Digests that ranks compare: of a graph, and of the Program that a file has for it."""
-    return (key_of(graph), digest(print_program(essence(written)))) if written else ("", "")
+def texts_by_graph(graph: Program, written: Program | None) -> dict[str, str]:
+    """Digest of the Program that a file has for a graph, by that of the graph."""
+    return (
+        {f"{graph.name}-{key_of(graph)}.ilc": digest(print_program(essence(written)))[:DIGITS]}
+        if written
+        else {}
+    )
 
 
 def key_of(graph: Program) -> str:
@@ -192,7 +196,7 @@ def _facts(program: Program, known: set[str], rank: int) -> dict[str, str]:
     names = [buffer.name for buffer in inputs]
     facts = {f"team {t.name}": f"{t.size} ranks" for t in program.teams if t.name in known}
     facts |= {f"size {name}": str(value) for name, value in program.sizes.values.items()}
-    facts |= {f"input {b.name}": write_type(printer, b, "input", None) for b in inputs}
+    facts |= {f"input {b.name}": write_type(printer, b) for b in inputs}
     facts["order of inputs"] = ", ".join(names)
     facts["inputs written in place"] = ", ".join(n for n in names if n in written) or "none"
     return facts | {f"result {i}": text for i, text in enumerate(_results(program, rank), 1)}

@@ -10,6 +10,7 @@ team's collectives. `check` raises where a wait has become pointless.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,8 +18,7 @@ from typing import TYPE_CHECKING
 
 from interlace import ir
 from interlace.comm import (
-    OwnMessage,
-    OwnTransfer,
+    Mailbox,
     Transfer,
     bind_collective,
     bind_peer_collective,
@@ -42,8 +42,8 @@ class HostBinder:
         self.resources = context.resources
         self.regions = {region.name: region for region in context.plan.program.regions}
         self.order = order
-        self.own_messages: dict[tuple[str, int], OwnMessage] = {}
-        """Messages of this rank to itself, by team and number."""
+        self.mailboxes = defaultdict[str, Mailbox](Mailbox)
+        """Messages of this rank to itself, by team."""
         self.wait_of = lambda index: context.wait(index, check)
 
     def bind(self, index: int, op: ir.Op, member: int = 0) -> Thunk | None:
@@ -164,13 +164,9 @@ class HostBinder:
         places: list[int] = []
         for number, op in enumerate(ops):
             message, sends = self.plan.messages[index, number], isinstance(op, ir.Send)
-            facts = self.resources.teams[op.team], message.member, sends
-            if not message.backend:
-                own = self.own_messages.setdefault((op.team, message.nth), OwnMessage())
-                parts.append(OwnTransfer(*facts, own))
-            else:
-                backend = self.resources.backends[op.team, message.backend]
-                parts.append(Transfer(*facts, backend, message.nth))
+            facts, name = (self.resources.teams[op.team], message.member, sends), message.backend
+            carrier = self.resources.backends[op.team, name] if name else self.mailboxes[op.team]
+            parts.append(Transfer(*facts, carrier, message.nth))
             places.append(self.values.own(op.src if isinstance(op, ir.Send) else op.dst))
         wait, items = self.wait_of(index), self.values.items
         return lambda: exchange(parts, [items[place] for place in places], wait)

@@ -201,6 +201,9 @@ class CpuEngine(Engine):
                     self._flight.run = self._own[ENTERED]
                 for control, contacts in self._apart:
                     control.begin(contacts)
+                for control, _ in self._apart:
+                    wait = self.context.wait_for("the begin of a run", self.check_teams)
+                    control.meet_all(wait)
                 for buffer, slot in self._takes:
                     self._uses[buffer] = slot.next_use()
                 self._order.next_run()
@@ -227,8 +230,6 @@ class CpuEngine(Engine):
                     del failure  # else its own traceback would keep it, and the run's tensors
             for each in held.values():
                 each.leave()
-            for control, _ in self._apart:  # whose messages had no elements
-                control.meet_all(self.context.wait_for("the end of a run", self.check))
             results = self._results()
             for control in self._controls:
                 control.leave()

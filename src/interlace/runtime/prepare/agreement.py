@@ -128,7 +128,7 @@ def agree_and_prove(
     plain = essence(program)
     text = print_program(plain)
     mine: Note = {
-        "step": "prepare",
+        "step": "prepare Program",
         "rank": rank,
         "name": program.name,
         "hash": digest(text),
@@ -170,7 +170,7 @@ def gather(
     All of these ranks get them, or none. Where a rank has a `problem`, all raise it."""
     if problem is not None:
         mine |= failure(problem)
-    meet(teams, f"prepare Program {mine['name']!r}", timeout_s)
+    meet(teams, doing(mine), timeout_s)
     left: list[str] = []
     board, me = teams[0].board, teams[0].rank
     mine["teams"] = []
@@ -190,7 +190,7 @@ def gather(
         entries = _collect(board, me, mine, timeout_s, look)
     board.forget(entries, [*left, *(f"{place}/{me}" for place in places), _text_of(me, mine)])
     if len({entry["step"] for entry in entries.values()}) > 1:
-        steps = [f"rank {r} to {e['step']} {e['name']!r}" for r, e in sorted(entries.items())]
+        steps = [f"rank {rank} to {doing(entry)}" for rank, entry in sorted(entries.items())]
         raise AgreementError(
             f"ranks meet to do different things: {', '.join(steps)}. Every rank must compile and "
             "prepare the same Programs in the same order"
@@ -201,6 +201,20 @@ def gather(
         if "error" in entry:
             raise as_told(rank, entry["error"])
     return entries
+
+
+def doing(note: Note) -> str:
+    """The step that a rank comes to a meeting for, in words."""
+    return f"{note['step']} {note['name']!r}"
+
+
+def numbers_of_ranks(team: TeamComm, number: int, what: str, timeout_s: float) -> tuple[int, ...]:
+    """The numbers that all ranks tell of `what`, by shared memory where there is some."""
+    if team.shares_memory:
+        with team.lock:
+            return team.control.exchange(number, timeout_s, what)
+    entries = gather({"step": "call", "name": what, "number": number}, [team], timeout_s)
+    return tuple(entries[rank]["number"] for rank in team.ranks)
 
 
 def _proof(program: Program, in_order: bool) -> Report:
@@ -249,7 +263,8 @@ def _collect(
             missing = [rank for rank in wanted if rank not in came]
             if missing:
                 _, team, number = wanted[missing[0]]
-                what = f"prepare Program {mine['name']!r} (number {number} of team {team})"
+                of_team = f" of team {team}" if team else ""
+                what = f"{doing(mine)} (number {number}{of_team})"
                 why = board.absence(missing, found, what, timeout_s)
                 # One that is over ended the wait. If its verdict raises nothing, all are there by
                 # now, and the other teams' may not be given up.

@@ -49,8 +49,8 @@ class Message:
 
 
 def message_backend(name: str) -> str:
-    """The backend of messages, given that of collectives: through peers' memory there are none."""
-    return "gloo" if name == "peer" else name
+    """The backend of messages, given that of collectives: NCCL's own, else gloo."""
+    return name if name == "nccl" else "gloo"
 
 
 class Plan:
