@@ -53,8 +53,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 kernel and others come piece by piece; so are all-reduces, which go in slabs."""
 HOW: dict[str, dict[str, Any]] = {
     "pipeline": {"chunks": 2},
-    "peer-get": {"transport": "get"},
-    "peer-put": {"transport": "put"},
+    "peer-get": {"protocol": "get"},
+    "peer-put": {"protocol": "put"},
 }
 """What `lower` is told beside the options."""
 

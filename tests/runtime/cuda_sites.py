@@ -80,7 +80,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 """`beside`: own rows are made in ranges too, and summed while others are made; gathered rows come
 in quarters; `slabs`: of `reduce` all rows, which then travel back as well."""
 HOW: dict[str, dict[str, Any]] = {
-    **{name: {"transport": name} for name in ("put", "get")},
+    **{name: {"protocol": name} for name in ("put", "get")},
     **{"ranges": {"chunks": 8}, "beside": {"chunks": 16}, "slabs": {"chunks": 16}},
 }
 """What `lower` is told beside the options."""
