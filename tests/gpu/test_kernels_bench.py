@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
-
 import torch
 from tests.gpu.cases import on_a_gpu
-from torch.utils._python_dispatch import TorchDispatchMode
+from tests.runtime.test_hot_path import Count
 
 from interlace.runtime import Executor
 from interlace_bench.kernels.case import COPY, OURS, peak_and_kept
@@ -39,18 +36,6 @@ def test_peak_and_kept_bytes() -> None:
         return torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE)
 
     assert peak_and_kept(run, (), Alone(DEVICE)) == (3 << 20, 1 << 20)
-
-
-class Count(TorchDispatchMode):
-    """Counts the operators that torch dispatches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_run_dispatches_the_programs_calls_and_nothing_else() -> None:

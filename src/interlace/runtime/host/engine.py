@@ -70,15 +70,15 @@ class CpuEngine(Engine):
         self._grace_s = GRACE_S + (ASK_S if self._apart else 0.0)
         streams = context.plan.program.streams()
         self._controls = [control for _, _, control in self._teams]
-        self._told: list[Cells] = [control.cells for control in self._controls]
+        self._cells: list[Cells] = [control.cells for control in self._controls]
         """The cells in which streams tell where they are; the last ones tell it of all streams."""
         self._own: list[int] = []
         if len(streams) > (STREAMS if self._teams else 1) or context.options.trace:
             self._own = [0] * (PROGRESS + 2 * len(streams))
-            self._told.append(self._own)
+            self._cells.append(self._own)
         flight, progress = self._flight, NOWHERE
-        if self._told:
-            progress = partial(progress_of, self._told[-1], len(streams))
+        if self._cells:
+            progress = partial(progress_of, self._cells[-1], len(streams))
             flight.follow(progress)
         self._order = StreamOrder(lambda: [op for op, _ in progress(flight.run)], self._grace_s)
         self._first, *self._others = self._bind(context) or [Stream("")]
@@ -116,7 +116,6 @@ class CpuEngine(Engine):
         binder = HostBinder(context, self._order, self.check)
         streams: dict[str, Stream] = {}
         lanes = {stream: lane for lane, stream in enumerate(plan.program.streams())}
-        told = self._told
         ends: dict[int, Stream] = {}
         for index, op, single, released in listed(plan.program, alone):
             name = "" if alone else op.stream
@@ -129,22 +128,22 @@ class CpuEngine(Engine):
                     runs.append(run)
             if runs:
                 run, lane = self._watched(index, op, in_turn(runs)), lanes[op.stream]
-                if told:
-                    run, ends[lane] = self._telling(told, lane, index, run), stream
+                if self._cells:
+                    run, ends[lane] = self._telling(lane, index, run), stream
                 stream.add(index, run)
             for buffer in released:
                 stream.add(index, binder.free(buffer))
         for lane, stream in ends.items():
-            stream.add(-1, self._telling(told, lane, DONE, lambda: None))
+            stream.add(-1, self._telling(lane, DONE, lambda: None))
         return list(streams.values())
 
-    def _telling(self, told: Sequence[Cells], lane: int, index: int, run: Thunk) -> Thunk:
+    def _telling(self, lane: int, index: int, run: Thunk) -> Thunk:
         """A step that first tells in the cells where its stream is; none begins after a failure."""
-        cells, at = told if lane < STREAMS else told[-1:], PROGRESS + 2 * lane
-        clock = time.monotonic_ns
+        cells = self._cells if lane < STREAMS else self._cells[-1:]
+        at, clock = PROGRESS + 2 * lane, time.monotonic_ns
 
         def telling() -> None:
-            if self._failure is not None:  # of another stream
+            if self._failure is not None and index != DONE:  # of another stream
                 raise Stopped
             for each in cells:
                 each[at] = each[ENTERED] << VALUE_BITS | index
@@ -196,7 +195,7 @@ class CpuEngine(Engine):
             self._under_way = True
             if had_grad:
                 self._grad(False)
-            if self._told:
+            if self._cells:
                 for control in self._controls:
                     self._flight.run = control.enter(*entry)
                 if self._own:

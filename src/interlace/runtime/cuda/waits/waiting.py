@@ -91,5 +91,5 @@ def _may_need_processor(plan: Plan, index: int, op: Op, main: str, near: Collect
 
 
 def _put(op: Op) -> Access | None:
-    """What an op writes on a peer; None if it is no Put."""
+    """Access by which an op writes memory of a peer; None if it is no Put."""
     return next((access for access in op.writes() if access.peer is not None), None)
