@@ -181,7 +181,7 @@ class TeamComm:
         """True if it was neither reset nor released since then, and no rank of it has stopped."""
         return self.resets == resets and self._control is control and control.quiet()
 
-    def found(self) -> None:
+    def name_topics(self) -> None:
         """Its processes have met: from now on its notes have a place."""
         self.topic = f"{self.key}/{self.party.name}"
         self.slots.topic = f"{self.topic}/slots"
