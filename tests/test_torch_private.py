@@ -170,12 +170,6 @@ def forward_level() -> bool:
         return before < 0 <= private.forward_ad_level()
 
 
-def profiler() -> bool:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        inside = private.is_profiler_enabled()
-    return inside and not private.is_profiler_enabled()
-
-
 def without_subclass() -> bool:
     class Loud(torch.Tensor):
         @classmethod
@@ -279,7 +273,6 @@ CHECKS: dict[ModuleType, dict[str, Callable[[], Any]]] = {
         "OpOverload": lambda: isinstance(add, private.OpOverload),
         "OpOverloadPacket": lambda: isinstance(torch.ops.aten.add, private.OpOverloadPacket),
         "abort_process_group": lambda: aborts(dist.HashStore()),
-        "all_op_names": lambda: "aten::add.Tensor" in private.all_op_names(),
         "are_functorch_transforms_active": under_functorch,
         "cuda_device": on_gpus("_cuda_getDevice"),
         "cuda_raw_stream": on_gpus("_cuda_getCurrentRawStream"),
@@ -296,7 +289,7 @@ CHECKS: dict[ModuleType, dict[str, Callable[[], Any]]] = {
             "aten::matmul", "CompositeImplicitAutograd"
         ),
         "is_cuda_stream_capturing": on_gpus("_cuda_isCurrentStreamCapturing"),
-        "is_profiler_enabled": profiler,
+        "is_process_group": lambda: groups(dist.HashStore()),
         "is_traceable_wrapper_subclass": lambda: (
             not private.is_traceable_wrapper_subclass(torch.ones(1))
         ),
@@ -335,7 +328,6 @@ CHECKS: dict[ModuleType, dict[str, Callable[[], Any]]] = {
         "ShortenTraceback": lambda: issubclass(dynamo.ShortenTraceback, Exception),
         "TensorProperty": lambda: has(dynamo.TensorProperty, "SIZE"),
         "TensorPropertySource": lambda: takes(dynamo.TensorPropertySource, "base", "prop", "idx"),
-        "TorchDynamoException": lambda: issubclass(dynamo.TorchDynamoException, RuntimeError),
         "aot_autograd": lambda: takes(dynamo.aot_autograd, "fw_compiler", "bw_compiler"),
         "aot_module_simplified": lambda: takes(dynamo.aot_module_simplified, "mod", "fw_compiler"),
         "assume_constant_result": lambda: dynamo.assume_constant_result(modes) is modes,

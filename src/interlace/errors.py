@@ -12,6 +12,8 @@ Invariants of Interlace's own code are `assert`s.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class InterlaceError(Exception):
     """Base of every error that Interlace raises on purpose."""
@@ -36,15 +38,12 @@ class SizeError(InterlaceError):
 class SoundnessError(InterlaceError):
     """The verifier found a race, a deadlock or a lifetime fault; the message is the counterexample.
 
-    `findings` holds the `interlace.verify.Finding`s behind the message. Of ranks that find the same
-    one raises the whole report; the message of the others is a line that names it, `told_by`.
+    `findings` holds the `interlace.verify.Finding`s behind the message.
     """
 
-    def __init__(
-        self, message: str, findings: tuple[object, ...] = (), told_by: int | None = None
-    ) -> None:
+    def __init__(self, message: str, findings: tuple[object, ...] = ()) -> None:
         super().__init__(message)
-        self.findings, self.told_by = findings, told_by
+        self.findings = findings
 
 
 class PassError(InterlaceError):
@@ -96,7 +95,7 @@ class OptionError(InterlaceError):
 
 
 class CacheWarning(UserWarning):
-    """A cache is too small, so the same calls are compiled repeatedly; warned once per cache."""
+    """A cache is too small, so calls may be compiled repeatedly; warned once per cache."""
 
 
 class InputError(InterlaceError, ValueError):
@@ -121,3 +120,15 @@ class GradientError(InterlaceError, RuntimeError):
 
 class ReplicaError(InterlaceError, RuntimeError):
     """Ranks hold different weights where they should hold the same."""
+
+
+def refuse_removed(
+    name: str, options: Mapping[str, object], replacements: Mapping[str, str]
+) -> None:
+    """Raises OptionError for an option that `name` had in a former release, TypeError for one that
+    never was.
+    """
+    for option in options:
+        if option not in replacements:
+            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
+        raise OptionError(f"{option} is no option of {name} any more. fix: {replacements[option]}")

@@ -44,28 +44,16 @@ def test_the_report_of_rank_0_comes_back() -> None:
 @pytest.mark.parametrize(
     ("does", "kind", "told"),
     [
-        (
-            *(("wait", "die"), errors.PeerError),
-            "rank 1 of the demo was killed by signal 9\n  the last words",
-        ),
-        pytest.param(
-            *(("die", "wait"), errors.PeerError),
-            "rank 0 of the demo was killed by signal 9",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *(("wait", "exit"), errors.PeerError),
-            "rank 1 of the demo ended with code 7",
-            marks=pytest.mark.slow,
-        ),
-        (("wait", "team"), errors.TeamError, "rank 1: team said"),
+        (("wait", "die"), errors.PeerError, "rank 1 of the demo was killed by signal 9"),
+        (("wait", "exit"), errors.PeerError, "rank 1 of the demo ended with code 7"),
+        (("peer", "team"), errors.TeamError, "rank 1: team said"),
         pytest.param(
             *(("wait", "foreign"), errors.PeerError),
             "rank 1 of the demo raised ValueError: foreign",
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["dies", "first-dies", "exits", "ours", "foreign"],
+    ids=["dies", "exits", "cause-before-echo", "foreign"],
 )
 def test_a_failing_rank_is_named_and_all_are_ended(
     does: tuple[str, ...], kind: type[Exception], told: str
@@ -73,6 +61,7 @@ def test_a_failing_rank_is_named_and_all_are_ended(
     result = run(*does)
     assert type(result) is kind, result
     assert told in str(result)
+    assert ("the last words" in str(result)) == ("die" in does), "a dead rank's log is repeated"
 
 
 @pytest.mark.slow

@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from interlace import float8
 from interlace.errors import InputError, OptionError, UnsupportedError
-from interlace.float8 import E4M3, E5M2, ROW_WISE, Recipe, amax_of, quantize
+from interlace.float8 import E4M3, E5M2, Recipe, amax_of, quantize
 
 
 def test_what_is_default() -> None:
     recipe = Recipe()
-    assert (recipe.forward, recipe.gradient, recipe.scaling, recipe.scale) == (
-        E4M3, E5M2, "tensor", "shard",
-    )  # fmt: skip
-    assert (ROW_WISE.gradient, ROW_WISE.scaling, ROW_WISE.power_of_two) == (E4M3, "row", True)
+    assert (recipe.forward, recipe.gradient, recipe.scale) == (E4M3, E5M2, "shard")
     assert {recipe: 1}[Recipe()] == 1
     with pytest.raises(FrozenInstanceError):
         recipe.eps = 1.0  # type: ignore[misc]
@@ -27,7 +25,6 @@ def test_what_is_default() -> None:
     ("options", "told"),
     [
         ({"gradient": torch.bfloat16}, "gradient is torch.bfloat16: take one of"),
-        ({"scaling": "block"}, "scaling is 'block': take one of"),
         ({"scale": "world"}, "scale is 'world': take one of"),
         ({"power_of_two": 1}, "power_of_two is 1: take one of"),
         ({"eps": -1.0}, "eps is -1.0: take a finite number"),
@@ -35,7 +32,7 @@ def test_what_is_default() -> None:
         ({"eps": 1e39}, r"eps is 1e\+39"),
         ({"eps": True}, "eps is True: take a number"),
         ({"eps": "0"}, "eps is '0': take a number"),
-        ({"scaling": "row", "scale": "team"}, "take scale='shard'"),
+        ({"scaling": "row"}, "scaling is no option of Recipe any more. fix: leave it out"),
         ({"power_of_two": False}, "leave it out, or take scale='team'"),
         ({"keep_transposes": True}, "keep_transposes is no option .* fix: leave it out"),
     ],
@@ -43,6 +40,8 @@ def test_what_is_default() -> None:
 def test_what_no_recipe_takes(options: dict[str, Any], told: str) -> None:
     with pytest.raises(OptionError, match=told):
         Recipe(**options)
+    with pytest.raises(OptionError, match=r"ROW_WISE is no recipe any more. fix: Recipe\(\)"):
+        _ = float8.ROW_WISE
 
 
 @pytest.mark.parametrize(
@@ -55,7 +54,6 @@ def test_what_no_recipe_takes(options: dict[str, Any], told: str) -> None:
         (torch.zeros(2, 2), {"kind": torch.float16}, "kind is torch.float16: take one of"),
         (torch.zeros(2, 2), {"amax": torch.ones(1).double()}, "amax is torch.float64"),
         (torch.zeros(2, 2), {"amax": torch.ones(0)}, r"amax is torch.float32 \(0,\)"),
-        (torch.zeros(2, 2), {"amax": torch.ones(1), "recipe": ROW_WISE}, "scaling='row'"),
     ],
 )
 def test_what_is_not_quantised(x: torch.Tensor, given: dict[str, Any], told: str) -> None:

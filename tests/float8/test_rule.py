@@ -100,16 +100,10 @@ def check(x: torch.Tensor, kind: torch.dtype, recipe: Recipe) -> Float8Data:
     whole = [value for row in rows for value in row]
     assert made.transposed is not None
     for lines, packed in ((rows, made.packed), (columns, made.transposed)):
-        scales = [scale_by_rule(line, kind, recipe) for line in lines]
-        if recipe.scaling == "tensor":
-            scales = [scale_by_rule(whole, kind, recipe)]
-        each = scales if recipe.scaling == "row" else scales * len(lines)
-        tails = [[bits_of(fp32(1 / Fraction(scale))), *[0] * (TAIL // 4 - 1)] for scale in each]
-        assert packed[:, -TAIL:].view(torch.int32).tolist() == tails
-        wanted = [
-            [byte_of(product(value, scale), kind) for value in line]
-            for line, scale in zip(lines, each, strict=True)
-        ]
+        scale = scale_by_rule(whole, kind, recipe)
+        tail = [bits_of(fp32(1 / Fraction(scale))), *[0] * (TAIL // 4 - 1)]
+        assert packed[:, -TAIL:].view(torch.int32).tolist() == [tail] * len(lines)
+        wanted = [[byte_of(product(value, scale), kind) for value in line] for line in lines]
         padding = -len(lines[0]) % 16
         data = packed[:, :-TAIL].view(torch.uint8)
         assert data.tolist() == [[*line, *[0] * padding] for line in wanted]
@@ -120,8 +114,7 @@ RECIPES = [
     Recipe(),
     Recipe(scale="team"),
     Recipe(scale="team", eps=1e-3),
-    Recipe(scaling="row", power_of_two=False),
-    Recipe(scaling="row", power_of_two=True, eps=2.0),
+    Recipe(scale="team", power_of_two=True, eps=2.0),
 ]
 CORNERS = {
     "zeros": [0.0, -0.0, 0.0],
@@ -170,14 +163,13 @@ def test_casts_saturate_in_every_torch(kind: torch.dtype) -> None:
 
 def test_an_empty_tensor_has_scale_one() -> None:
     for shape in ((0, 16), (4, 0), (2, 0, 32), (0,)):
-        for recipe in (Recipe(scale="team"), Recipe(scaling="row")):
-            made = quantize(torch.zeros(shape), E4M3, recipe, transpose=True)
-            rows, columns = torch.Size(shape[:-1]).numel(), shape[-1]
-            assert made.data.shape == (rows, columns)
-            assert made.transposed is not None
-            assert made.transposed.shape == (columns, -(-rows // 16) * 16 + TAIL)
-            assert (made.scale_inv == 1).all()
-            assert (made.t().scale_inv == 1).all()
+        made = quantize(torch.zeros(shape), E4M3, Recipe(scale="team"), transpose=True)
+        rows, columns = torch.Size(shape[:-1]).numel(), shape[-1]
+        assert made.data.shape == (rows, columns)
+        assert made.transposed is not None
+        assert made.transposed.shape == (columns, -(-rows // 16) * 16 + TAIL)
+        assert (made.scale_inv == 1).all()
+        assert (made.t().scale_inv == 1).all()
     made = quantize(torch.zeros(2, 0), E4M3, Recipe(scale="team", eps=2.0))
     assert made.scale_inv.unique().item() == fp32(2 / 448)
 

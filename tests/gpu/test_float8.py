@@ -11,22 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.gpu.cases import transport
+from tests.gpu.cases import on_a_gpu, transport
 from tests.support.pool import Ranks
 from torch import Tensor
 
-from interlace.float8 import E4M3, E5M2, ROW_WISE, Recipe, amax_of, linear, quantize, wgrad
+from interlace.float8 import E4M3, E5M2, Recipe, amax_of, linear, quantize, wgrad
 from interlace.float8.data import numbers, scales, width
 from interlace.float8.linear import pack
 from interlace.float8.products import multiply_into
 from interlace.float8.quantization import quantize_reference, turn_into, turn_reference
 from interlace.nn.functional import all_gather_linear, linear_all_reduce, linear_reduce_scatter
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = on_a_gpu(300)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ODD = [0.0, -0.0, 1e-40, -3e-39, 449.0, 464.0, 61440.0, -1e4, torch.inf, -torch.inf, torch.nan]
 
@@ -50,18 +46,13 @@ def test_kernels_have_the_bits_of_the_reference(kind: torch.dtype, seed: int) ->
     draw = random.Random(seed)
     torch.manual_seed(seed)
     for _ in range(60):
-        x, by_row = drawn(draw), draw.random() < 0.4
-        recipe = Recipe(
-            power_of_two=draw.random() < 0.5,
-            eps=draw.choice([0.0, 0.0, 1e-12, 2.0]),
-            scaling="row" if by_row else "tensor",
-            scale="shard" if by_row else "team",
-        )
+        x, eps = drawn(draw), draw.choice([0.0, 0.0, 1e-12, 2.0])
+        recipe = Recipe(power_of_two=draw.random() < 0.5, eps=eps, scale="team")
         made = quantize(x, kind, recipe, transpose=True)
         rows, across = (
             torch.empty(m, width(k), dtype=kind, device="cuda") for m, k in (x.shape, x.t().shape)
         )
-        quantize_reference(x, recipe, None if by_row else amax_of(x), rows, across)
+        quantize_reference(x, recipe, amax_of(x), rows, across)
         assert made.transposed is not None
         for one, other in ((made.packed, rows), (made.transposed, across)):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (x, recipe)
@@ -124,31 +115,27 @@ def near(found: Tensor, wanted: Tensor, size: Tensor, terms: int) -> bool:
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("recipe", [Recipe(), ROW_WISE], ids=["tensor", "row"])
-def test_products(recipe: Recipe, out_dtype: torch.dtype, seed: int) -> None:
-    """Blocks of one scale each, rows of one each, and the weight gradient over blocks."""
+def test_products(out_dtype: torch.dtype, seed: int) -> None:
+    """Blocks of one scale each, and the weight gradient over blocks."""
     torch.manual_seed(seed)
     for blocks, rows, k, n in ((1, 37, 64, 48), (3, 128, 256, 512), (4, 5, 32, 16), (2, 0, 32, 16)):
         xs = [torch.randn(rows, k, device="cuda").bfloat16() * 10.0**i for i in range(blocks)]
-        x = torch.cat([quantize(part, E4M3, recipe).packed for part in xs])
-        w = quantize(torch.randn(n, k, device="cuda"), E4M3, recipe).packed
+        x = torch.cat([quantize(part, E4M3).packed for part in xs])
+        w = quantize(torch.randn(n, k, device="cuda"), E4M3).packed
         dys = [torch.randn(rows, n, device="cuda").bfloat16() for _ in range(blocks)]
-        by_row = recipe.scaling == "row"
         for bias in (None, torch.randn(n, device="cuda").to(out_dtype)):
             out = torch.empty(len(x), n, dtype=out_dtype, device="cuda")
-            multiply_into(out, x, w, 0 if by_row else blocks, bias, False)
+            multiply_into(out, x, w, blocks, bias, False)
             wanted, size = unpacked(x) @ unpacked(w).t(), unpacked(x).abs() @ unpacked(w).abs().t()
             wanted = wanted if bias is None else wanted + bias.double()
             assert near(out, wanted, size, k), (blocks, rows, bias is None)
-        if not by_row:
-            left, right = (
-                [quantize(part, kind) for part in parts]
-                for parts, kind in ((dys, E5M2), (xs, E4M3))
-            )
-            found = wgrad(left, right, out_dtype)
-            whole = [unpacked(torch.cat([one.packed for one in ones])) for ones in (left, right)]
-            wanted, size = whole[0].t() @ whole[1], whole[0].abs().t() @ whole[1].abs()
-            assert near(found, wanted, size, len(x)), (blocks, rows)
+        left, right = (
+            [quantize(part, kind) for part in parts] for parts, kind in ((dys, E5M2), (xs, E4M3))
+        )
+        found = wgrad(left, right, out_dtype)
+        whole = [unpacked(torch.cat([one.packed for one in ones])) for ones in (left, right)]
+        wanted, size = whole[0].t() @ whole[1], whole[0].abs().t() @ whole[1].abs()
+        assert near(found, wanted, size, len(x)), (blocks, rows)
 
 
 def test_a_layer_compiled_is_the_layer(seed: int) -> None:
@@ -167,7 +154,7 @@ def layers(strategy: str, seed: int) -> list[str]:
     """Layers over the ranks whose overlapped results are not those of the serial twin."""
     wrong: list[str] = []
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    for name, recipe in (("shard", Recipe()), ("team", Recipe(scale="team")), ("row", ROW_WISE)):
+    for name, recipe in (("shard", Recipe()), ("team", Recipe(scale="team"))):
         for rows in (256, 48):
             torch.manual_seed(seed + rank)
             x = torch.randn(rows, 512, device="cuda").bfloat16()

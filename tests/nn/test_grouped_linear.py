@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from interlace.errors import GradientError, GroupError, OptionError
+from interlace.errors import GradientError, GroupError, OptionError, UnsupportedError
 from interlace.float8 import Recipe
 from interlace.nn import GroupedLinear
 from interlace.nn.grouped.linear import dense_rows, grouped_linear_ops
@@ -444,3 +444,32 @@ def test_operators_for_compilers_agree(seed: int) -> None:
     )
     torch.testing.assert_close(layer.weight.grad, loop.grads("weight"), **tight)
     torch.testing.assert_close(layer.bias.grad, loop.grads("bias"), **tight)
+
+
+@pytest.mark.parametrize("of", ["x", "weight", "bias"])
+def test_a_gradient_penalty_is_refused(of: str, seed: int) -> None:
+    """Its term would give no gradient, silently; a graph of the gradient alone does no harm."""
+    layer, _ = pair(seed)
+    x, sizes = rows(9).requires_grad_(), [3, 0, 4, 0]
+    leaf = {"x": x, "weight": layer.weight, "bias": layer.bias}[of]
+    y = layer(x, sizes)
+    (grad,) = torch.autograd.grad(y.sum(), leaf, create_graph=True)
+    (plain,) = torch.autograd.grad(layer(x, sizes).sum(), leaf)
+    assert torch.equal(grad, plain)
+    assert (grad.requires_grad, plain.requires_grad) == (True, False)
+    with pytest.raises(UnsupportedError, match="differentiated again"):
+        (y.square().mean() + grad.square().sum()).backward()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_a_penalty_of_an_accumulated_gradient_is_refused(seed: int) -> None:
+    layer, _ = pair(seed)
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    _held = GradAccumulator(layer.weight)
+    y = layer(rows(9), [3, 0, 4, 0]).square().mean()
+    (grad,) = torch.autograd.grad(y, layer.weight, retain_graph=True)
+    y.backward(create_graph=True)
+    assert torch.equal(layer.weight.grad, grad)
+    with pytest.raises(UnsupportedError, match="differentiated again"):
+        layer.weight.grad.square().sum().backward()
+    layer.weight.grad = None  # the cycle that torch warns of

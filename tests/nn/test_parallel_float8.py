@@ -13,7 +13,7 @@ from tests.support.pool import Pool
 from torch import Tensor
 
 from interlace.errors import InputError
-from interlace.float8 import ROW_WISE, Float8Data, Recipe, amax_of, matmul, quantize, wgrad
+from interlace.float8 import Float8Data, Recipe, amax_of, matmul, quantize, wgrad
 from interlace.float8.data import padded, width
 from interlace.float8.products import multiply_into
 from interlace.float8.quantization import turn_into
@@ -33,7 +33,6 @@ RECIPES = {
     "shard": Recipe(),
     "team": Recipe(scale="team"),
     "powers": Recipe(scale="team", power_of_two=True),
-    "rows": ROW_WISE,
 }
 Bits = list[bytes]
 
@@ -67,14 +66,14 @@ def product(a: Float8Data, b: Float8Data, like: Tensor, bias: Tensor | None = No
     if bias is None:
         return matmul(a, b, like.dtype)
     out = like.new_empty(len(a.packed), len(b.packed))
-    multiply_into(out, a.packed, b.packed, 0 if a.by_row else 1, bias, False)
+    multiply_into(out, a.packed, b.packed, 1, bias, False)
     return out
 
 
 def by_hand(kind: str, given: Any, recipe: Recipe) -> list[Tensor]:
     """Outputs, and gradients of x, weights and biases."""
     x, ws, bs, ups = given
-    rank, by_row = dist.get_rank(), recipe.scaling == "row"
+    rank = dist.get_rank()
     w8s = [quantize(w, recipe.forward, recipe, transpose=True) for w in ws]
     if kind in MANY:
         xs = every(x) if kind == "all_gather" else [x]
@@ -85,11 +84,9 @@ def by_hand(kind: str, given: Any, recipe: Recipe) -> list[Tensor]:
         products = [product(dy, w8.t(), x) for dy, w8 in zip(dys, w8s, strict=True)]
         dx = total(sum(products[1:], start=products[0]))
         dx = dx.chunk(len(xs))[rank] if kind == "all_gather" else dx
-        full = torch.cat(xs)
-        dws = [dy.t() @ full for dy in ups]
-        if len(xs) == 1 and not by_row:  # one scale each: nothing to bring to a common one
+        if len(xs) == 1:  # one scale each: nothing to bring to a common one
             dws = [matmul(dy.t(), x8s[0].t(), x.dtype) for dy in dys]
-        elif not by_row:
+        else:
             cut = [[quantize(part, recipe.gradient, recipe, amax=amax_of(dy))
                     for part in dy.chunk(len(xs))] for dy in ups]  # fmt: skip
             dws = [wgrad(parts, x8s, x.dtype) for parts in cut]
@@ -105,14 +102,12 @@ def by_hand(kind: str, given: Any, recipe: Recipe) -> list[Tensor]:
     parts = every(up) if kind == "reduce_scatter" else [up]
     dys = shards(parts, recipe.gradient, recipe)
     dx = torch.cat([product(dy, w8.t(), x) for dy in dys])
-    dw = torch.cat(parts).t() @ x
-    if not by_row:
-        rows = torch.cat([dy.packed for dy in dys])
-        across = rows.new_empty(dys[0].columns, width(len(rows)))
-        turn_into(across, rows, None, len(dys))
-        dw = matmul(Float8Data(across, padded(len(rows))), x8.t(), x.dtype)
+    rows = torch.cat([dy.packed for dy in dys])
+    across = rows.new_empty(dys[0].columns, width(len(rows)))
+    turn_into(across, rows, None, len(dys))
+    dw = matmul(Float8Data(across, padded(len(rows))), x8.t(), x.dtype)
     db = [] if b is None else [torch.cat(parts).sum(0)]
-    if b is not None and not by_row and len(parts) > 1:
+    if b is not None and len(parts) > 1:
         db = [sum((part.sum(0) for part in parts[1:]), start=parts[0].sum(0))]
     return [y, dx, dw, *db]
 
@@ -180,7 +175,7 @@ def compare(cases: list[Case], seed: int) -> list[str]:
         exact = dist.get_world_size() > 2 or rows < 64
         given = drawn(kind, rows, biased, seed, exact, "" if exact else spoil)
         recipe = RECIPES[name]
-        if exact and name != "rows":
+        if exact:
             recipe = Recipe(scale=recipe.scale, power_of_two=True)
         found = bits(ours(kind, given, recipe, strategy))
         wanted = bits(by_hand(kind, given, recipe))

@@ -109,7 +109,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def layer_wise(module: nn.Module, optimizer: str = "muon", **options: Any) -> LayerWise:
+def layer_wise(module: nn.Module, optimizer: str = "ours", **options: Any) -> LayerWise:
     options = {"bucket_bytes": SMALL, "options": Options(timeout_s=20), **options}
     device = next(module.parameters()).device.type
     return LayerWise(OPTIMIZERS[optimizer](module.parameters()), module, mesh(device), **options)

@@ -239,30 +239,37 @@ def test_extremes_survive_the_split() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("fp32", "remainder"), ("remainder", "fp32"), (None, "fp32"),
-                          (None, "remainder"), ("fp32", None), ("remainder", None)]
-)  # fmt: skip
-def test_masters_are_portable(before: str | None, after: str | None, seed: int) -> None:
-    """A checkpoint of one kind of master goes on exactly with the other, or starts one."""
+    ("before", "after"), [(None, "fp32"), (None, "remainder"), ("fp32", None), ("remainder", None)]
+)
+def test_masters_start_and_end(before: str | None, after: str | None, seed: int) -> None:
+    """A checkpoint without masters starts them, and one with masters goes on without."""
     params = drawn(seed)
     first = AdamW(params, lr=1e-3, master_weights=before)
     train(first, range(5))
-    masters = {
-        "fp32": lambda p, state: state["master"],
-        "remainder": whole_of,
-        None: lambda p, state: p.detach().float(),
-    }
-    wanted = [masters[before](p, first.state[p]).clone() for p in params]
     others = [p.detach().clone().requires_grad_() for p in params]
     second = AdamW(others, lr=1e-3, master_weights=after)
     second.load_state_dict(saved(first))
     second.param_groups[0].update(lr=0.0)  # a step that moves nothing makes the states ready
     train(second, range(5, 6))
-    for other, param, want in zip(others, params, wanted, strict=True):
-        got = masters[after](other, second.state[other])
-        assert torch.equal(got, want if after is not None else param.float())
-        names = {"fp32": {"master"}, "remainder": {"remainder"}, None: set()}[after]
-        assert set(second.state[other]) == {"step", "exp_avg", "exp_avg_sq", *names}
+    for other, param in zip(others, params, strict=True):
+        state, got = second.state[other], other.detach().float()
+        if after is not None:
+            got = state["master"] if after == "fp32" else whole_of(other, state)
+        assert torch.equal(got, param.detach().float())
+        names = {"fp32": {"master"}, "remainder": {"remainder"}}.get(after or "", set())
+        assert set(state) == {"step", "exp_avg", "exp_avg_sq", *names}
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp32", "remainder"), ("remainder", "fp32")])
+def test_the_other_kind_of_master_is_refused(before: str, after: str, seed: int) -> None:
+    first = AdamW(drawn(seed), master_weights=before)
+    train(first, range(1))
+    second = AdamW(drawn(seed), master_weights=after)
+    second.load_state_dict(saved(first))
+    kind = f"master_weights='{before}'"
+    told = f"{kind} keeps it.* fix: load the checkpoint with {kind}"
+    with pytest.raises(OptimizerError, match=told):
+        train(second, range(1))
 
 
 def test_storage_stays_and_hyperparameters_come(seed: int) -> None:
@@ -319,3 +326,99 @@ def test_a_checkpoint_of_another_model_is_refused(seed: int) -> None:
     turned.load_state_dict(saved(first))
     with pytest.raises(OptimizerError, match="another order"):
         train(turned, range(1))
+
+
+# -- what a user writes into a bf16 parameter between steps, beside the remainder of its master ----
+
+
+WRITES: dict[str, Any] = {
+    "zero": lambda p: p.zero_(),
+    "negative zero": lambda p: p.zero_().neg_(),
+    "clamp": lambda p: p.clamp_(min=0),
+    "inf": lambda p: p.fill_(torch.inf),
+    "-inf": lambda p: p.fill_(-torch.inf),
+    "numbers": lambda p: p.copy_(torch.randn(p.shape)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_written_stays(write: str, seed: int) -> None:
+    """To within a rounding: no parameter makes a NaN together with an old remainder."""
+    torch.manual_seed(seed)
+    (param,) = drawn(seed, count=1)
+    optimizer = AdamW([param], lr=1e-3, weight_decay=0.0, master_weights="remainder")
+    train(optimizer, range(3))
+    with torch.no_grad():
+        WRITES[write](param)
+    written = param.detach().clone()
+    state = optimizer.state[param]
+    assert not whole_of(param, state).isnan().any()
+    state["exp_avg"].zero_()
+    param.grad = torch.zeros_like(param)
+    optimizer.step()  # which moves nothing
+    assert torch.equal(param, written)
+    train(optimizer, range(2))
+    assert not param.isnan().any()
+    assert torch.equal(param.isinf(), written.isinf())
+
+
+def test_a_module_that_is_rolled_back_to_zeros_trains_on(seed: int) -> None:
+    """A bias as it was made is 0, beside the remainders of the steps since."""
+    layer = torch.nn.LayerNorm(512, dtype=BF16)
+    start = copy.deepcopy(layer.state_dict())
+    optimizer = AdamW(layer.parameters(), master_weights="remainder")
+    train(optimizer, range(seed, seed + 3))
+    layer.load_state_dict(start)
+    assert not layer.bias.any()
+    train(optimizer, range(seed, seed + 2))
+    assert not any(param.isnan().any() for param in layer.parameters())
+    assert bool((layer.bias != 0).any())
+
+
+# -- `decoupled_weight_decay` in groups and in torch's checkpoints: the class's, or an error -------
+
+
+def stepped(optimizer: Any) -> list[float]:
+    (tensor,) = optimizer.param_groups[0]["params"]
+    tensor.grad = torch.ones(2)
+    optimizer.step()
+    return tensor.tolist()
+
+
+def pair() -> Tensor:
+    return torch.ones(2, requires_grad=True)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_a_group_has_the_decay_of_its_class_or_is_refused(kind: Any, decoupled: bool) -> None:
+    group: Any = {"params": [pair()], "decoupled_weight_decay": decoupled}
+    if decoupled == (kind is AdamW):
+        theirs = torch.optim.Adam([{**group, "params": [pair()]}], lr=0.1, weight_decay=0.5)
+        ours = stepped(kind([group], lr=0.1, weight_decay=0.5))
+        assert ours == pytest.approx(stepped(theirs), rel=1e-6)
+        return
+    with pytest.raises(OptimizerError, match="decays so"):
+        kind([group], weight_decay=0.5)
+    optimizer = kind([pair()], lr=0.1, weight_decay=0.5)
+    with pytest.raises(OptimizerError, match="decays so"):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("theirs", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_a_checkpoint_keeps_its_kind_of_decay(kind: Any, theirs: Any) -> None:
+    """It is torch's that goes on, or nothing is loaded."""
+    source = theirs([pair()], lr=0.1, weight_decay=0.5)
+    stepped(source)
+    given = copy.deepcopy(source.state_dict())
+    own = source.param_groups[0]["params"][0].detach().clone().requires_grad_()
+    optimizer = kind([own], lr=0.7)
+    if kind.__name__ != theirs.__name__:
+        with pytest.raises(OptimizerError, match="decays so"):
+            optimizer.load_state_dict(given)
+        assert (optimizer.param_groups[0]["lr"], len(optimizer.state)) == (0.7, 0)
+        return
+    optimizer.load_state_dict(given)
+    assert stepped(optimizer) == pytest.approx(stepped(source), rel=1e-6)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import random
 import signal
 import time
 from functools import partial
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from tests.optim import checkpoints, layerwise
 from tests.optim.layerwise import (
     DIM,
-    OPTIMIZERS,
     Blocks,
     batch,
     before_ops,
@@ -122,52 +120,6 @@ COURSES = ("skipped", "twice", "reversed", "checkpointed", "reentrant", "evaluat
 @pytest.mark.parametrize("course", COURSES)
 def test_has_the_bits_of_a_synchronous_run(pool: Pool, course: str, seed: int) -> None:
     assert pool(2).run(follow, seed, course) == [[], []]
-
-
-def wander(seed: int, steps: int) -> list[str]:
-    """What differs between the ways after steps that each take a course at random."""
-    made = []
-    for overlap in (True, False):
-        draw = random.Random(seed)
-        module = model(seed, partial(Odd, "usual"))
-        with slowly(seed if overlap else None):
-            optimizing = layer_wise(
-                module,
-                draw.choice(list(OPTIMIZERS)),
-                overlap_param_gather=overlap,
-                bucket_bytes=draw.choice([1, 2048, 1 << 13, 1 << 20]),
-            )
-        with optimizing:
-            for number in range(steps):
-                before, module.course = module.course, draw.choice([*COURSES, "usual"])
-                if "reentrant" in (before, module.course):  # in which gradients come several times
-                    optimizing.relearn()
-                for part in draw.sample([*module.blocks, module.late], 2):
-                    part.requires_grad_(draw.random() < 0.7)
-                with optimizing.no_sync():
-                    for micro in range(draw.choice([0, 0, 1, 2])):
-                        module(batch(seed, 50 * micro + number)).square().mean().backward()
-                step(optimizing, module, seed, number)
-                match draw.randrange(6):
-                    case 0:
-                        module.load_state_dict(weights(module))
-                    case 1:
-                        optimizing.load_state_dict(copy.deepcopy(optimizing.state_dict()))
-                    case 2:
-                        optimizing.check_replicas()
-                    case _:
-                        pass
-        made.append(weights(module))
-    return differing(*made)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("turn", range(8))
-def test_any_course_has_the_bits_of_a_synchronous_run(
-    pool: Pool, world: int, turn: int, seed: int
-) -> None:
-    assert pool(world).run(wander, seed + turn, 15) == [[]] * world
 
 
 def few(seed: int) -> list[str]:

@@ -109,9 +109,6 @@ def like_whole(kind: str, seed: int) -> list[str]:
     for name, right in expected.items():
         if not torch.allclose(found[name], right, rtol=1e-5, atol=1e-6):  # norms are in float32
             wrong.append(f"{name}: off by {(found[name] - right).abs().max()}")
-    if kind == "Llama":  # one graph, of torch's own layers
-        traced = torch.compile(model, backend="aot_eager", fullgraph=True)
-        assert torch.allclose(traced(input_ids=batches[0]).logits, whole(batches[0]).logits)
     given = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     made = [m.generate(batches[0], **given) for m in (model, whole)]
     return wrong + ([] if torch.equal(*made) else ["generate"])

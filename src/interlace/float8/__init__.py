@@ -13,16 +13,16 @@ operators.py all of it as operators of a schedule
 linear.py    linear layers, and a model's own turned into them
 """
 
+from interlace.errors import OptionError
 from interlace.float8.data import Float8Data
 from interlace.float8.linear import Float8Linear, convert_to_float8, kept_weights, linear
 from interlace.float8.products import matmul, wgrad
 from interlace.float8.quantization import amax_of, quantize
-from interlace.float8.recipe import E4M3, E5M2, ROW_WISE, Recipe
+from interlace.float8.recipe import E4M3, E5M2, REMOVED, Recipe
 
 __all__ = [
     "E4M3",
     "E5M2",
-    "ROW_WISE",
     "Float8Data",
     "Float8Linear",
     "Recipe",
@@ -34,3 +34,10 @@ __all__ = [
     "quantize",
     "wgrad",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Raises OptionError for the row-wise recipe of a former release."""
+    if name == "ROW_WISE":
+        raise OptionError(f"ROW_WISE is no recipe any more. fix: Recipe(): {REMOVED['scaling']}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

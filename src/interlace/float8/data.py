@@ -53,11 +53,9 @@ class Float8Data:
     """A quantised matrix [M, K]: element (i, j) stands for `data[i, j] * scale_inv[i, 0]`."""
 
     packed: Tensor
-    """float8 [M, width(K)], see Note [Packed rows]; all rows have one scale, or each its own."""
+    """float8 [M, width(K)], see Note [Packed rows]; all rows have one scale."""
     columns: int
     """K."""
-    by_row: bool = False
-    """True where each row has a scale of its own."""
     transposed: Tensor | None = None
     """The transpose, packed: float8 [K, width(M)]; None if it was not asked for."""
 
@@ -76,7 +74,7 @@ class Float8Data:
         if self.transposed is None:
             raise InputError("there is no transposed copy: quantize with transpose=True")
         rows = padded(self.packed.shape[0])
-        return Float8Data(self.transposed, rows, self.by_row, self.packed)
+        return Float8Data(self.transposed, rows, self.packed)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers that it stands for [M, K], each rounded once to fp32, then to `dtype`."""

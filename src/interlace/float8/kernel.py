@@ -1,7 +1,6 @@
 """Current scaling on CUDA, bit for bit rule.py: a kernel reads for the maximum, another casts.
 
     amax_kernel    the largest magnitude of each of PARTS parts
-    lines_kernel   of each row, or of each column
     cast_kernel    scale and cast, to packed rows, or to those of the transpose, or both: one read
     guess_kernel   the same by a scale that may be right, and the maximum on the way
     mend_kernel    casts again if it was not: see Note [Scales are guessed]
@@ -82,31 +81,6 @@ def amax_kernel(x, found, rows, columns, stride, BF16: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def lines_kernel(
-    x, found, rows, columns, stride,
-    AXIS: tl.constexpr, BF16: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """AXIS: 1, the maxima of BM rows; 0, of BK columns."""
-    program = tl.program_id(0)
-    across = tl.cdiv(columns, BK)
-    first, last, step = program, tl.cdiv(rows, BM) * across, tl.num_programs(0)
-    if AXIS == 1:
-        first, last, step = program * across, (program + 1) * across, 1
-    largest = tl.zeros((BM, BK), tl.float32)
-    for tile in range(first, last, step):
-        row = (tile // across) * BM + tl.arange(0, BM)
-        column = (tile % across) * BK + tl.arange(0, BK)
-        size = tl.abs(line(x, row, column, rows, columns, stride, BF16))
-        largest = tl.maximum(largest, tl.where(size == size, size, 0.0))  # drops NaN
-    if AXIS == 1:
-        place = program * BM + tl.arange(0, BM)
-        tl.store(found + place, tl.max(largest, 1), mask=place < rows)
-    else:
-        place = program * BK + tl.arange(0, BK)
-        tl.store(found + place, tl.max(largest, 0), mask=place < columns)
-
-
-@triton.jit
 def line(x, row, column, rows, columns, stride, BF16: tl.constexpr):
     """Some rows and columns in fp32, zeros outside."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -169,12 +143,11 @@ def store_words(words, packed, word, column, columns, width):
 
 @triton.jit
 def cast_tile(
-    tile, x, amax, amax_t, scale, data, words, words_t, rows, columns, stride, width, width_t, eps,
-    BY_ROW: tl.constexpr, ROWS: tl.constexpr, ACROSS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    E5M2: tl.constexpr, LARGEST: tl.constexpr, BF16: tl.constexpr, SIZE: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr,
+    tile, x, scale, data, words, words_t, rows, columns, stride, width, width_t,
+    ROWS: tl.constexpr, ACROSS: tl.constexpr, E5M2: tl.constexpr, BF16: tl.constexpr,
+    SIZE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Casts a tile by `scale`, or by its rows' and columns' maxima; with `SIZE`, also its own."""
+    """Casts a tile by `scale`; with `SIZE`, also gives its maximum."""
     across = tl.cdiv(columns, BK)
     LINES: tl.constexpr = BM // 4
     word = (tile // across) * LINES + tl.arange(0, LINES)
@@ -187,29 +160,15 @@ def cast_tile(
     if SIZE:  # max.f32 leaves NaN out
         size = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
         most = tl.max(tl.max(tl.maximum(size, 0.0), 1), 0)
-    if not BY_ROW:
-        a, b, c, d = a * scale, b * scale, c * scale, d * scale
+    a, b, c, d = a * scale, b * scale, c * scale, d * scale
     if ROWS:
         for i in tl.static_range(4):
             value = a if i == 0 else b if i == 1 else c if i == 2 else d
-            if BY_ROW:
-                found = tl.load(amax + row + i, mask=row + i < rows, other=0.0)
-                scale = scale_for(found, eps, LARGEST, POWER_OF_TWO)
-                value = value * scale[:, None]
             store_line(
                 data, words, value, scale, row + i, column, rows, width, tile % across == 0,
                 E5M2, LINES,
             )  # fmt: skip
     if ACROSS:
-        if BY_ROW:
-            found = tl.load(amax_t + column, mask=column < columns, other=0.0)
-            scale = scale_for(found, eps, LARGEST, POWER_OF_TWO)
-            a, b, c, d = (
-                a * scale[None, :],
-                b * scale[None, :],
-                c * scale[None, :],
-                d * scale[None, :],
-            )
         store_words(words_t, four(a, b, c, d, E5M2), word, column, columns, width_t)
         if tile < across:
             one = tl.full((BK,), 1.0, tl.float32)
@@ -221,28 +180,25 @@ def cast_tile(
 
 @triton.jit
 def cast_kernel(
-    x, amax, amax_t, data, words, words_t,
+    x, amax, data, words, words_t,
     rows, columns, stride, width, width_t, count, eps,
-    BY_ROW: tl.constexpr, ROWS: tl.constexpr, ACROSS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    ROWS: tl.constexpr, ACROSS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     E5M2: tl.constexpr, LARGEST: tl.constexpr, BF16: tl.constexpr, COUNT: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """`amax` has `count` numbers, of which the largest counts; or one for each row, and `amax_t`
-    for each column. `data` and `words` are the packed rows as FP8 and as int32, `width` bytes
-    each; `words_t` and `width_t` are of the transpose.
+    """`amax` has `count` numbers, of which the largest counts. `data` and `words` are the packed
+    rows as FP8 and as int32, `width` bytes each; `words_t` and `width_t` are of the transpose.
     """
     gdc_wait()
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the end was read last: it is in the L2
-    scale = 1.0
-    if not BY_ROW:
-        index = tl.arange(0, COUNT)
-        parts = tl.load(amax + index, mask=index < count, other=0.0)
-        strange = tl.max((parts != parts).to(tl.int32), 0)
-        largest = tl.where(strange != 0, float("nan"), tl.max(parts, 0))
-        scale = scale_for(largest, eps, LARGEST, POWER_OF_TWO)
+    index = tl.arange(0, COUNT)
+    parts = tl.load(amax + index, mask=index < count, other=0.0)
+    strange = tl.max((parts != parts).to(tl.int32), 0)
+    largest = tl.where(strange != 0, float("nan"), tl.max(parts, 0))
+    scale = scale_for(largest, eps, LARGEST, POWER_OF_TWO)
     cast_tile(
-        tile, x, amax, amax_t, scale, data, words, words_t, rows, columns, stride, width, width_t,
-        eps, BY_ROW, ROWS, ACROSS, POWER_OF_TWO, E5M2, LARGEST, BF16, False, BM, BK,
+        tile, x, scale, data, words, words_t, rows, columns, stride, width, width_t,
+        ROWS, ACROSS, E5M2, BF16, False, BM, BK,
     )  # fmt: skip
 
 
@@ -259,8 +215,8 @@ def guess_kernel(
     tile = tl.program_id(0)
     scale = tl.load(near)
     size = cast_tile(
-        tile, x, parts, parts, scale, data, words, words_t, rows, columns, stride, width, width_t,
-        eps, False, ROWS, ACROSS, True, E5M2, LARGEST, BF16, True, BM, BK,
+        tile, x, scale, data, words, words_t, rows, columns, stride, width, width_t,
+        ROWS, ACROSS, E5M2, BF16, True, BM, BK,
     )  # fmt: skip
     tl.store(parts + tile, size)
     tl.store(parts + tl.num_programs(0) + tile, scale)
@@ -290,8 +246,8 @@ def mend_kernel(
     if (tl.sum(others, 0) != 0) | (first != scale.to(tl.int32, bitcast=True)):
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
             cast_tile(
-                tile, x, parts, parts, scale, data, words, words_t, rows, columns, stride, width,
-                width_t, eps, False, ROWS, ACROSS, True, E5M2, LARGEST, BF16, False, BM, BK,
+                tile, x, scale, data, words, words_t, rows, columns, stride, width, width_t,
+                ROWS, ACROSS, E5M2, BF16, False, BM, BK,
             )  # fmt: skip
 
 

@@ -18,7 +18,6 @@ from interlace.float8.kernel import (
     amax_kernel,
     cast_kernel,
     guess_kernel,
-    lines_kernel,
     mend_kernel,
     turn_kernel,
 )
@@ -35,8 +34,6 @@ JOINED, MENDERS = 2048, 132
 SLOTS = 1 << 16
 """Scales that are kept as guesses, on each device."""
 _kept: list[Tensor] = []
-LINE_TILE: Mapping[str, int] = {"BM": 32, "BK": 128}
-"""Tile of the maxima of rows or columns."""
 CAST_TILE: Mapping[str, int] = {"BM": 128, "BK": 128}
 WARPS = 8
 READ_WARPS = 16
@@ -47,20 +44,14 @@ def amax_source(dtype: torch.dtype, whole: tuple[bool, ...]) -> KernelSource:
     return _source(amax_kernel, dtype, None, {"BLOCK": BLOCK}, _divisible(whole), READ_WARPS)
 
 
-def lines_source(dtype: torch.dtype, axis: int, whole: tuple[bool, ...]) -> KernelSource:
-    """The same, of the maxima of rows (1) or columns (0)."""
-    return _source(lines_kernel, dtype, None, {"AXIS": axis, **LINE_TILE}, _divisible(whole))
-
-
 def cast_source(
-    dtype: torch.dtype, kind: torch.dtype, by_row: bool, power_of_two: bool, rows: bool,
-    across: bool, count: int, whole: tuple[bool, ...],
+    dtype: torch.dtype, kind: torch.dtype, power_of_two: bool, rows: bool, across: bool, count: int,
+    whole: tuple[bool, ...],
 ) -> KernelSource:  # fmt: skip
     """`rows`, `across`: which are made. `count`: a power of two that is no less than the numbers of
     `amax`; `whole` as above.
     """
     constants = {
-        "BY_ROW": by_row,
         "ROWS": rows,
         "ACROSS": across,
         "POWER_OF_TWO": power_of_two,
@@ -107,13 +98,13 @@ def _source(
 ) -> KernelSource:
     """A kernel that reads x of `dtype`, and reads or writes FP8 of that `kind`."""
     types: dict[str, str] = {
-        **dict.fromkeys(("found", "amax", "amax_t", "near", "parts"), "*fp32"),
+        **dict.fromkeys(("found", "amax", "near", "parts"), "*fp32"),
         **dict.fromkeys(("words", "words_t", "by"), "*i32"),
         **dict.fromkeys(("rows", "columns", "count", "blocks"), "i32"),
         **dict.fromkeys(("width", "width_t", "width_by"), "i32"),
         **{"stride": "i64", "eps": "fp32"},
     }
-    known: dict[str, Any] = {}
+    known: dict[str, bool] = {}
     if dtype is not None:
         bf16 = dtype == torch.bfloat16
         types["x"], known["BF16"] = "*i16" if bf16 else "*" + ELEMENTS[dtype], bf16
@@ -141,31 +132,26 @@ def amax_into(found: Tensor, x: Tensor) -> None:
 
 
 def quantize(
-    x: Tensor, recipe: Recipe, amax: Tensor | None, packed: Tensor | None, across: Tensor | None
+    x: Tensor, recipe: Recipe, amax: Tensor, packed: Tensor | None, across: Tensor | None
 ) -> None:
     """`quantize_reference` of a matrix that is not empty."""
-    (rows, columns), device, by_row = x.shape, x.device, amax is None
+    (rows, columns), device = x.shape, x.device
     either = across if packed is None else packed
     assert either is not None
-    amax_t = None
-    if amax is None:
-        amax = None if packed is None else _lines(x, 1)
-        amax_t = None if across is None else _lines(x, 0)
-    elif amax.numel() > MOST:
+    if amax.numel() > MOST:
         amax = amax.amax()
-    if amax is not None:
-        amax = amax.reshape(-1).contiguous()
-    numbers = 1 if amax is None or by_row else amax.numel()
+    amax = amax.reshape(-1).contiguous()
+    numbers = amax.numel()
     tiles = -(-rows // CAST_TILE["BM"]) * -(-columns // CAST_TILE["BK"])
     with on(device):
         program = kernel_of(
-            device, cast_source, x.dtype, either.dtype, by_row, recipe.power_of_two,
+            device, cast_source, x.dtype, either.dtype, recipe.power_of_two,
             packed is not None, across is not None, triton.next_power_of_2(numbers),
             _whole(x, columns),
         )  # fmt: skip
         program.launch(
             stream_of(device), tiles,
-            (_bits(x), amax, amax_t, packed, _words(packed), _words(across), rows, columns,
+            (_bits(x), amax, packed, _words(packed), _words(across), rows, columns,
              x.stride(0), _width(packed), _width(across), numbers, recipe.eps),
         )  # fmt: skip
 
@@ -213,18 +199,6 @@ def turn(packed: Tensor, by: Tensor | None, blocks: int, across: Tensor) -> None
             (packed, _words(packed), _words(by), _words(across), rows, columns,
              _width(packed), _width(by), _width(across), blocks),
         )  # fmt: skip
-
-
-def _lines(x: Tensor, axis: int) -> Tensor:
-    """The maximum of each row (1) or column (0)."""
-    rows, columns = x.shape
-    count, tile = (rows, LINE_TILE["BM"]) if axis == 1 else (columns, LINE_TILE["BK"])
-    found = torch.empty(count, dtype=torch.float32, device=x.device)
-    with on(x.device):
-        program = kernel_of(x.device, lines_source, x.dtype, axis, _whole(x, columns))
-        args = _bits(x), found, rows, columns, x.stride(0)
-        program.launch(stream_of(x.device), -(-count // tile), args)
-    return found
 
 
 def _bits(x: Tensor) -> Tensor:

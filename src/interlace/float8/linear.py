@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from interlace.float8.operators import again, run, unseen
 from interlace.float8.quantization import check_device
 from interlace.float8.recipe import E4M3, Recipe, keeps_transposes
 
+T = TypeVar("T", Tensor, Tensor | None)
 Packed = tuple[Tensor, Tensor | None]
 """Packed rows of a weight [N, K], and those of its transpose."""
 Keep = dict[tuple[torch.dtype, bool], tuple[Tensor, int, Packed]]
@@ -42,13 +43,10 @@ def pack(
     `place` tells the matrix from others: what was quantised there before, had about the same
     maximum.
     """
-    amax = None
-    if recipe.scaling == "tensor":
-        made = None if place is None else again(form, x, recipe, kind, place)
-        if made is not None:
-            return made if form == "pair" else made[0]
-        amax = run("amax", x)
-    return run(form, x, amax, recipe.power_of_two, recipe.traced_eps, kind)
+    made = None if place is None else again(form, x, recipe, kind, place)
+    if made is not None:
+        return made if form == "pair" else made[0]
+    return run(form, x, run("amax", x), recipe.power_of_two, recipe.traced_eps, kind)
 
 
 def place_of(weight: Tensor, role: str) -> tuple[int, str] | None:
@@ -81,19 +79,18 @@ class Float8Product(torch.autograd.Function):
     ) -> Tensor:
         """`known`: the weight as packed rows, where that is known."""
         for_x, for_w = ctx.needs_input_grad[2:4]
-        by_row = recipe.scaling == "row"
         if known is None:
             w8, kept = weight_rows(w, recipe, keeps_transposes(len(x), len(w), for_x, for_w))
         else:
             w8, kept = known
         place = place_of(w, "x")
-        if for_w and not by_row:
+        if for_w:
             x8, saved = pack(x, E4M3, recipe, "pair", place=place)
         else:
-            x8, saved = pack(x, E4M3, recipe, "rows", place=place), x if for_w else None
+            x8, saved = pack(x, E4M3, recipe, "rows", place=place), None
         ctx.recipe, ctx.place = recipe, place_of(w, "dy")
         ctx.save_for_backward(saved, w if for_x and kept is None else None, kept if for_x else None)
-        return run("mm", x8, w8.t(), int(not by_row), bias, True, x.dtype)
+        return run("mm", x8, w8.t(), 1, bias, True, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> Any:
@@ -103,21 +100,18 @@ class Float8Product(torch.autograd.Function):
         x, weight, kept = ctx.saved_tensors
         recipe: Recipe = ctx.recipe
         for_x, for_w, for_bias = ctx.needs_input_grad[2:]
-        by_row, dy = recipe.scaling == "row", dys[0].contiguous()
-        turns = for_w and not by_row
+        dy = dys[0].contiguous()
         dx = dw = rows = across = None
         with torch.no_grad():
             w = weight_across(weight, recipe, kept) if for_x else None
-            if for_x or turns:
-                form = "pair" if for_x and turns else "across" if turns else "rows"
+            if for_x or for_w:
+                form = "pair" if for_x and for_w else "across" if for_w else "rows"
                 made = pack(dy, recipe.gradient, recipe, form, place=ctx.place)
                 rows, across = made if form == "pair" else (made, made)
             if w is not None:
-                dx = run("mm", rows, w.t(), int(not by_row), None, False, dy.dtype)
-            if turns:
+                dx = run("mm", rows, w.t(), 1, None, False, dy.dtype)
+            if for_w:
                 dw = run("mm", across, x.t(), 1, None, False, dy.dtype)
-            elif for_w:
-                dw = dy.t().mm(x)
             db = dy.sum(0) if for_bias else None
         return None, None, *map(first_order, (dx, dw, db))
 
@@ -142,7 +136,7 @@ def _linear(
     kind, own = x.device.type, weight
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        x, weight, bias = (_cast(tensor, dtype) for tensor in (x, weight, bias))
+        x, weight, bias = _cast(x, dtype), _cast(weight, dtype), _cast(bias, dtype)
     _check(x, weight, bias)
     with torch.autocast(kind, enabled=False):
         kept = None
@@ -166,7 +160,7 @@ def _unchanged(weight: Tensor, before: Tensor, version: int) -> bool:
     return same and weight._version == version
 
 
-def _cast(tensor: Any, dtype: torch.dtype) -> Any:
+def _cast(tensor: T, dtype: torch.dtype) -> T:
     """As autocast does for `F.linear`: float64 stays, and what does not float."""
     if tensor is None or tensor.dtype == torch.float64 or not tensor.is_floating_point():
         return tensor

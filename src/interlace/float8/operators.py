@@ -122,11 +122,11 @@ def _amax(made: Made, x: Tensor) -> None:
     amax_into(made[0], _dense(x))
 
 
-def _blank_rows(x: Tensor, amax: Tensor | None, power: bool, eps: float, dtype: Any) -> Made:
+def _blank_rows(x: Tensor, amax: object, power: bool, eps: float, dtype: torch.dtype) -> Made:
     return (x.new_empty(x.shape[0], width(x.shape[1]), dtype=dtype),)
 
 
-def _blank_across(x: Tensor, amax: Tensor | None, power: bool, eps: float, dtype: Any) -> Made:
+def _blank_across(x: Tensor, amax: object, power: bool, eps: float, dtype: torch.dtype) -> Made:
     return (x.new_empty(x.shape[1], width(x.shape[0]), dtype=dtype),)
 
 
@@ -138,18 +138,17 @@ def _fills(rows: int | None, across: int | None) -> Callable[..., None]:
     """A function that quantises into the outputs of these places."""
 
     def fill(
-        made: Made, x: Tensor, amax: Tensor | None, power: bool, eps: float, dtype: Any = None
+        made: Made, x: Tensor, amax: Tensor, power: bool, eps: float, dtype: object = None
     ) -> None:
         packed, turned = (None if i is None else made[i] for i in (rows, across))
-        quantize_into(_dense(x), _recipe(power, eps, amax is None), amax, packed, turned)
+        quantize_into(_dense(x), _recipe(power, eps), amax, packed, turned)
 
     return fill
 
 
 @functools.lru_cache
-def _recipe(power: bool, eps: float, by_row: bool) -> Recipe:
-    scaling, scale = ("row", "shard") if by_row else ("tensor", "team")
-    return Recipe(scaling=scaling, scale=scale, power_of_two=power, eps=eps)
+def _recipe(power: bool, eps: float) -> Recipe:
+    return Recipe(scale="team", power_of_two=power, eps=eps)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -165,20 +164,20 @@ def _turn(made: Made, rows: Tensor, by: Tensor | None, blocks: int) -> None:
 
 
 def _blank_mm(
-    a: Tensor, b: Tensor, blocks: int, bias: Tensor | None, fast: bool, dtype: Any
+    a: Tensor, b: Tensor, blocks: int, bias: Tensor | None, fast: bool, dtype: torch.dtype
 ) -> Made:
     return (a.new_empty(a.shape[0], b.shape[1], dtype=dtype),)
 
 
 def _mm(
     made: Made, a: Tensor, b: Tensor, blocks: int, bias: Tensor | None, fast: bool,
-    dtype: Any = None,
+    dtype: object = None,
 ) -> None:  # fmt: skip
     multiply_into(made[0], a, b.t(), blocks, bias, fast)
 
 
 _BLANKS = {"rows": _blank_rows, "across": _blank_across, "pair": _blank_pair}
-_QUANTIZE = "Tensor x, Tensor? amax, bool power_of_two, float eps, ScalarType? dtype=None"
+_QUANTIZE = "Tensor x, Tensor amax, bool power_of_two, float eps, ScalarType? dtype=None"
 _register("float8_amax", "Tensor x", _blank_amax, _amax)
 _register("float8_rows", _QUANTIZE, _blank_rows, _fills(0, None))
 _register("float8_across", _QUANTIZE, _blank_across, _fills(None, 0))

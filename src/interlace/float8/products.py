@@ -9,7 +9,6 @@ dw = wgrad([dy8, ...], [x8, ...])        # the same over shards, with a scale ea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ def matmul(
     _check(a, b, out_dtype)
     shape = a.packed.shape[0], b.packed.shape[0]
     out = torch.empty(shape, dtype=out_dtype, device=a.packed.device)
-    multiply_into(out, a.packed, b.packed, 0 if a.by_row or b.by_row else 1, None, fast_accum)
+    multiply_into(out, a.packed, b.packed, 1, None, fast_accum)
     return out
 
 
@@ -59,8 +58,6 @@ def wgrad(
             f"there are {len(gradients)} gradients and {len(inputs)} inputs: take as many, one "
             "or more"
         )
-    if any(one.by_row for one in (*gradients, *inputs)):
-        raise InputError("rows have a scale each, which the sum over rows cannot factor out")
     for name, shards in (("gradients", gradients), ("inputs", inputs)):
         kinds = {(one.columns, one.packed.dtype) for one in shards}
         if len(kinds) > 1:
@@ -85,16 +82,15 @@ def multiply_into(
 ) -> None:
     """`out = a @ b.T + bias` of packed a and b; each of equal `blocks` of a's rows has one scale.
 
-    With `blocks` 0 every row of both has its own. `bias` [N] is of `out`'s dtype.
+    `bias` [N] is of `out`'s dtype. Raises InputError for rows that are not so many equal blocks.
     """
-    _check_blocks(a, blocks)
+    if blocks < 1 or len(a) % blocks:
+        raise InputError(f"{len(a)} packed rows are not {blocks} equal blocks of one scale each")
     if not out.numel() or a.shape[1] == TAIL:
         out.zero_() if bias is None else out.copy_(bias.expand_as(out))
     elif not a.is_cuda:
-        total = _unpacked(a, blocks) @ _unpacked(b, int(blocks > 0)).t()
+        total = _unpacked(a, blocks) @ _unpacked(b, 1).t()
         out.copy_(total if bias is None else total.add_(bias))
-    elif not blocks:
-        _multiply_by_row(out, a, b, bias, fast_accum)
     else:
         within = None if out.dtype == torch.float32 else bias  # fp32 takes none
         right, scale_b = numbers(b).t(), _first_scale(b)
@@ -108,24 +104,6 @@ def multiply_into(
             out.add_(bias)
 
 
-def _multiply_by_row(
-    out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, fast_accum: bool
-) -> None:
-    """On CUDA, with a scale a row. Not every such GEMM takes rows that are not dense, adds a bias
-    or writes fp32."""
-    scale_a, scale_b = scales(a).contiguous(), scales(b).t().contiguous()
-    left, right = numbers(a).contiguous(), numbers(b).contiguous().t()
-    facts: dict[str, Any] = {"use_fast_accum": fast_accum}
-    if out.dtype == torch.bfloat16 and bias is None:
-        facts |= {"scale_a": scale_a, "scale_b": scale_b, "out": out}
-        scaled_mm(left, right, out_dtype=out.dtype, **facts)
-        return
-    one = torch.ones(1, 1, dtype=torch.float32, device=a.device)
-    made = scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.float32, **facts)
-    made.mul_(scale_a).mul_(scale_b)
-    out.copy_(made if bias is None else made.add_(bias))
-
-
 def _first_scale(packed: Tensor) -> Tensor:
     words = packed.view(torch.float32)
     place = words.storage_offset() + (packed.shape[1] - TAIL) // 4
@@ -135,16 +113,10 @@ def _first_scale(packed: Tensor) -> Tensor:
 def _unpacked(packed: Tensor, blocks: int) -> Tensor:
     """In fp32, each block by the scale of its first row, as the GEMM takes it."""
     scale = scales(packed)
-    if blocks and len(packed):
+    if len(packed):
         height = len(packed) // blocks
         scale = scale[::height].repeat_interleave(height, 0)
     return numbers(packed).float() * scale
-
-
-def _check_blocks(packed: Tensor, blocks: int) -> None:
-    rows = len(packed)
-    if blocks < 0 or (blocks and rows % blocks):
-        raise InputError(f"{rows} packed rows are not {blocks} equal blocks of one scale each")
 
 
 def _check(a: Float8Data, b: Float8Data, out_dtype: torch.dtype) -> None:
@@ -163,5 +135,3 @@ def _check(a: Float8Data, b: Float8Data, out_dtype: torch.dtype) -> None:
         raise InputError(f"a is on {a.packed.device} and b on {b.packed.device}")
     if a.packed.dtype == b.packed.dtype == E5M2:
         raise InputError("a and b are both torch.float8_e5m2: one of them must be E4M3")
-    if a.by_row != b.by_row:
-        raise InputError("one of a and b has a scale for each row: quantize both by one recipe")

@@ -61,10 +61,7 @@ def quantize(
     matrix = _matrix(x)
     if kind not in FORMATS:
         raise InputError(f"kind is {kind}: take one of {FORMATS}")
-    if recipe.scaling == "row":
-        if amax is not None:
-            raise InputError("amax is given with scaling='row': each row has its own; leave it out")
-    elif amax is None:
+    if amax is None:
         amax = _amax(matrix)
     elif amax.dtype != torch.float32 or amax.device != x.device or not amax.numel():
         raise InputError(
@@ -77,7 +74,7 @@ def quantize(
     if transpose:
         across = torch.empty(columns, width(rows), dtype=kind, device=x.device)
     quantize_into(matrix, recipe, amax, packed, across)
-    return Float8Data(packed, columns, recipe.scaling == "row", across)
+    return Float8Data(packed, columns, across)
 
 
 def amax_of(x: Tensor) -> Tensor:
@@ -116,25 +113,21 @@ def amax_into(found: Tensor, x: Tensor) -> None:
 
 
 def quantize_into(
-    x: Tensor, recipe: Recipe, amax: Tensor | None, packed: Tensor | None, across: Tensor | None
+    x: Tensor, recipe: Recipe, amax: Tensor, packed: Tensor | None, across: Tensor | None
 ) -> None:
-    """Fills packed rows, or those of the transpose, or both, with a matrix whose rows are dense.
-
-    `amax` has the maximum; without it each row has its scale.
-    """
+    """Fills packed rows, or those of the transpose, or both, with a matrix whose rows are dense."""
     launch = kernels(x)
     (launch.quantize if launch else quantize_reference)(x, recipe, amax, packed, across)
 
 
 def quantize_reference(
-    x: Tensor, recipe: Recipe, amax: Tensor | None, packed: Tensor | None, across: Tensor | None
+    x: Tensor, recipe: Recipe, amax: Tensor, packed: Tensor | None, across: Tensor | None
 ) -> None:
     """`quantize_into` in plain torch."""
     for matrix, into in ((x, packed), (x.t(), across)):
         if into is not None:
             largest = torch.finfo(into.dtype).max
-            found = amax_reference(matrix, 1) if amax is None else amax.amax().reshape(1, 1)
-            scale = scale_of(found, largest, recipe)
+            scale = scale_of(amax.amax().reshape(1, 1), largest, recipe)
             into.view(torch.uint8).zero_()
             numbers(into)[:, : matrix.shape[1]] = cast_reference(matrix, scale, into.dtype)
             scales(into).copy_(1 / scale)

@@ -2,7 +2,6 @@
 
 Recipe()                                     # a scale for each shard, a power of two
 Recipe(scale="team")                         # one scale for all shards of a team
-ROW_WISE                                     # a scale for each row
 """
 
 from __future__ import annotations
@@ -13,14 +12,20 @@ from typing import Literal, get_args
 
 import torch
 
-from interlace.errors import OptionError
+from interlace.errors import OptionError, refuse_removed
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = (E4M3, E5M2)
 TINY = 1e-37
 """A maximum below it has the greatest scale anyway: as `eps` it changes that of zeros alone."""
-Scaling = Literal["tensor", "row"]
 Scale = Literal["shard", "team"]
+REMOVED = {
+    "keep_transposes": "leave it out, and the transpose of a weight is kept where it takes no more "
+    "memory than x in bf16",
+    "scaling": "leave it out: a tensor has one scale, of a shard or of a team (`scale`). Rows with "
+    "a scale each are torchao's, whose compiled graphs are overlapped as they are",
+}
+"""Options of former releases, and what serves instead."""
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -38,9 +43,6 @@ class Recipe:
 
     gradient: torch.dtype = E5M2
     """The format of gradients: E5M2, or E4M3."""
-    scaling: Scaling = "tensor"
-    """`tensor`, a scale for each tensor, or `row`: one for each row, and for each row of the
-    transpose."""
     scale: Scale = "shard"
     """`shard`, each rank's shard by its own maximum, or `team`: all shards by the greatest."""
     power_of_two: bool | None = None
@@ -51,7 +53,8 @@ class Recipe:
     """A maximum below it counts as this (fp32); where tensors' shards have scales of their own, at
     least TINY, so that a shard of zeros has the greatest scale, and not 1."""
     keep_transposes: InitVar[None] = None
-    """An option of a former release: OptionError for any value."""
+    scaling: InitVar[None] = None
+    """Options of a former release: OptionError for any value."""
 
     _eps: str = field(init=False, repr=False, compare=False)
 
@@ -61,14 +64,10 @@ class Recipe:
         which an operator of a `Function` cannot take, and of a string a constant."""
         return float(self._eps)
 
-    def __post_init__(self, keep_transposes: object) -> None:
-        if keep_transposes is not None:
-            raise OptionError(
-                "keep_transposes is no option of a Recipe any more. fix: leave it out, and the "
-                "transpose of a weight is kept where it takes no more memory than x in bf16"
-            )
+    def __post_init__(self, keep_transposes: object, scaling: object) -> None:
+        given = {"keep_transposes": keep_transposes, "scaling": scaling}
+        refuse_removed("Recipe", {n: v for n, v in given.items() if v is not None}, REMOVED)
         _one_of("gradient", self.gradient, FORMATS)
-        _one_of("scaling", self.scaling, get_args(Scaling))
         _one_of("scale", self.scale, get_args(Scale))
         if self.power_of_two is None:
             object.__setattr__(self, "power_of_two", self.scale == "shard")
@@ -77,18 +76,13 @@ class Recipe:
             raise OptionError(f"eps is {self.eps!r}: take a number")
         if not 0 <= self.eps <= torch.finfo(torch.float32).max or math.isnan(self.eps):
             raise OptionError(f"eps is {self.eps}: take a finite number of fp32, 0 or more")
-        own = self.scaling == "tensor" and self.scale == "shard"
+        own = self.scale == "shard"
         object.__setattr__(self, "eps", max(float(self.eps), TINY if own else 0.0))
         object.__setattr__(self, "_eps", repr(self.eps))
-        if self.scaling == "tensor" and self.scale == "shard" and not self.power_of_two:
+        if own and not self.power_of_two:
             raise OptionError(
                 "power_of_two=False with scale='shard': scales of shards are powers of two; leave "
                 "it out, or take scale='team'"
-            )
-        if self.scaling == "row" and self.scale == "team":
-            raise OptionError(
-                "scale='team' with scaling='row': rows are whole on their rank and share no scale; "
-                "take scale='shard'"
             )
 
     @property
@@ -105,7 +99,3 @@ def keeps_transposes(rows: int, columns: int, for_x: bool, for_w: bool) -> bool:
     of all weights sum up to: x and they then take no more memory than x does in bf16.
     """
     return for_x and for_w and not torch.compiler.is_compiling() and rows >= columns
-
-
-ROW_WISE = Recipe(scaling="row", gradient=E4M3, power_of_two=True)
-"""A power of two for each row, E4M3 throughout: torchao's row-wise recipe."""

@@ -16,17 +16,11 @@ from interlace.float8.recipe import Recipe
 MAX = torch.finfo(torch.float32).max
 
 
-def amax_reference(x: Tensor, dim: int | None = None) -> Tensor:
-    """The largest magnitude of all elements [1], or of each line along `dim` (kept); fp32.
-
-    NaN does not count, and of nothing it is 0.
-    """
+def amax_reference(x: Tensor) -> Tensor:
+    """The largest magnitude of all elements [1], fp32: NaN does not count, of nothing it is 0."""
     if not x.numel():
-        shape = (1,) if dim is None else [1 if i == dim else n for i, n in enumerate(x.shape)]
-        return torch.zeros(shape, dtype=torch.float32, device=x.device)
-    sizes = x.abs().nan_to_num_(nan=0.0, posinf=torch.inf)
-    found = sizes.amax().reshape(1) if dim is None else sizes.amax(dim, keepdim=True)
-    return found.float()
+        return torch.zeros(1, dtype=torch.float32, device=x.device)
+    return x.abs().nan_to_num_(nan=0.0, posinf=torch.inf).amax().reshape(1).float()
 
 
 def scale_of(amax: Tensor, largest: float, recipe: Recipe) -> Tensor:

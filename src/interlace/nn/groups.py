@@ -6,7 +6,6 @@ pg = group_of(mesh["tp"])        # a process group, or None where it has one ran
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +13,11 @@ import torch.distributed as dist
 from interlace.comm.teams import group_of_mesh
 from interlace.errors import InputError
 
+GroupLike = dist.ProcessGroup | dist.DeviceMesh | None
+"""A process group, or a mesh of one dimension; None: this rank alone."""
 
-def group_of(group: Any) -> dist.ProcessGroup | None:
+
+def group_of(group: GroupLike) -> dist.ProcessGroup | None:
     """The process group of a group, or of a mesh of one dimension; None where it has one rank."""
     if group is None:
         return None

@@ -18,7 +18,7 @@ Note [Bytes]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, overload
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 from interlace.errors import OptimizerError
 from interlace.optim.adam.plan import StepPlan, arrived
 from interlace.optim.adam.state import KEPT, MASTERS, STATE_DTYPES, check_param, fit, master_of
-from interlace.optim.loading import KeepsStates
+from interlace.optim.loading import Group, KeepsStates, ParamGroup
 from interlace.optim.untraced import eager
 
 
@@ -90,7 +90,7 @@ class Adam(KeepsStates):
         check_group(defaults)
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Adds a group as torch.optim does; raises OptimizerError for what Adam cannot serve."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -118,16 +118,18 @@ class Adam(KeepsStates):
                 loss = closure()
         params = [param for group in self.param_groups for param in group["params"]]
         grads = arrived(params)
+        if all(grad is None for grad in grads):  # to look at Parameters may wait for their gathers
+            return loss
         if self._plan is None or not self._plan.holds(self, params, grads):
             self._forget()
             self._plan = StepPlan(self, params, grads)
         self._plan.run()
         return loss
 
-    def _check_loaded(self, own: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    def _check_loaded(self, own: Group, group: Group) -> None:
         self._check_decay(group)
 
-    def _check_decay(self, group: Mapping[str, Any]) -> None:
+    def _check_decay(self, group: Group) -> None:
         """The class says how weights decay; torch.optim.Adam has an option for it, in groups."""
         if bool(group.get("decoupled_weight_decay", not self.coupled)) == self.coupled:
             raise OptimizerError(
@@ -135,7 +137,7 @@ class Adam(KeepsStates):
                 f"{type(self).__name__}: use {'AdamW' if self.coupled else 'Adam'}, which decays so"
             )
 
-    def _fit(self, name: str, value: Any, param: Tensor, group: Mapping[str, Any]) -> Any:
+    def _fit(self, name: str, value: Any, param: Tensor, group: Group) -> Any:
         return fit(name, value, param, group)
 
     def _forget(self) -> None:
@@ -174,12 +176,12 @@ class AdamW(Adam):
         super().__init__(params, **own_options(locals()))
 
 
-def own_options(variables: Mapping[str, Any]) -> dict[str, Any]:
+def own_options(variables: Group) -> ParamGroup:
     """The options among the local variables of a constructor."""
     return {n: v for n, v in variables.items() if n not in ("self", "params", "__class__")}
 
 
-def check_group(group: Mapping[str, Any]) -> None:
+def check_group(group: Group) -> None:
     """Raises OptimizerError for options that cannot be."""
     lr, betas = group["lr"], tuple(group["betas"])
     if isinstance(lr, Tensor) and lr.numel() != 1:

@@ -2,8 +2,6 @@
 
 class Own(KeepsStates):
     def _fit(self, name, value, param, group): ...       # a loaded value as this class keeps it
-
-`refuse_removed` raises for an option of a former release.
 """
 
 from __future__ import annotations
@@ -15,19 +13,12 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from interlace.errors import OptionError
-
-
-def refuse_removed(
-    name: str, options: Mapping[str, object], replacements: Mapping[str, str]
-) -> None:
-    """Raises OptionError for an option that `name` had in a former release, TypeError for one that
-    never was.
-    """
-    for option in options:
-        if option not in replacements:
-            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
-        raise OptionError(f"{option} is no option of {name} any more. fix: {replacements[option]}")
+Group = Mapping[str, Any]
+"""Options of a group of parameters, and those as `params`."""
+ParamGroup = dict[str, Any]
+"""The same as an optimizer holds it."""
+State = dict[str, Any]
+"""State of a parameter, or of an optimizer as torch saves it."""
 
 
 class KeepsStates(Optimizer):
@@ -36,7 +27,7 @@ class KeepsStates(Optimizer):
     kept: ClassVar[tuple[str, ...]]
     """Options of a group that loading leaves alone: how this optimizer stores and runs."""
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Loads what this class, or torch.optim's of the same name, saved; each tensor in its own
         dtype. Options that say how states are stored and run stay as they are; see the class.
 
@@ -44,7 +35,7 @@ class KeepsStates(Optimizer):
         a state that does not fit its parameter is one at the next step, when it is first needed.
         """
 
-        def hold(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        def hold(_: Optimizer, given: State) -> State:
             for own, group in zip(self.param_groups, given["param_groups"], strict=False):
                 self._check_loaded(own, group)
             self._arrived = given
@@ -57,7 +48,7 @@ class KeepsStates(Optimizer):
             handle.remove()
             self._arrived = None
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         """Part of loading, of unpickling and of copying."""
         state = dict(state)
         own = self.__dict__.get("param_groups") or [{} for _ in state["param_groups"]]
@@ -72,7 +63,7 @@ class KeepsStates(Optimizer):
         if arrived is not None:
             self._take_state(arrived)
 
-    def _take_state(self, given: Mapping[str, Any]) -> None:
+    def _take_state(self, given: State) -> None:
         numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
         homes = ((param, group) for group in self.param_groups for param in group["params"])
         owners = dict(zip(numbers, homes, strict=True))
@@ -85,10 +76,10 @@ class KeepsStates(Optimizer):
                 name: self._fit(name, value, param, group) for name, value in values.items()
             }
 
-    def _check_loaded(self, own: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    def _check_loaded(self, own: Group, group: Group) -> None:
         """Raises OptimizerError for a group that cannot be loaded into `own`."""
 
-    def _fit(self, name: str, value: Any, param: Tensor, group: Mapping[str, Any]) -> Any:
+    def _fit(self, name: str, value: Any, param: Tensor, group: Group) -> Any:
         """A loaded value as it is kept here."""
         raise NotImplementedError
 

@@ -100,7 +100,7 @@ class OverlapColwiseGroup(Checked):
         shared = _Shared([module.get_submodule(name) for name in self.names])
         for i, layer in enumerate(shared.layers):
             distribute(layer, style.placements(layer), device_mesh, self.src_data_rank)
-            layer._interlace_shared = shared
+            vars(layer)["_interlace_shared"] = shared
             layer.forward = types.MethodType(self._forward(i, device_mesh), layer)
         groups = module.__dict__.setdefault("_interlace_groups", {})
         groups[first] = shared
@@ -144,7 +144,7 @@ class _Shared:
     """Layers of one input, and outputs that wait for their layers to be called, as long as neither
     the input, a weight nor a mode of torch changes."""
 
-    def __init__(self, layers: list[Any]) -> None:
+    def __init__(self, layers: list[nn.Module]) -> None:
         self.layers = layers
         self.forget()
 
@@ -174,7 +174,7 @@ class _Shared:
         return y
 
 
-def _mark(param: Any) -> tuple[int, ...] | None:
+def _mark(param: Tensor | None) -> tuple[int, ...] | None:
     """Another one where a Parameter is written to or replaced, whole or by what it is made of."""
     if param is None:
         return None
@@ -234,7 +234,7 @@ def _rows(x: Tensor, style: OverlapColwise, mesh: DeviceMesh) -> DTensor:
     return x.redistribute(placements=ALL) if style.traced else x
 
 
-def _forget(style: OverlapColwise, name: str, module: Any, *_: object) -> None:
+def _forget(style: OverlapColwise, name: str, module: nn.Module, *_: object) -> None:
     """After a module's forward, drops what a layer was not asked for."""
     if not style.traced:
-        module._interlace_groups[name].forget()
+        vars(module)["_interlace_groups"][name].forget()

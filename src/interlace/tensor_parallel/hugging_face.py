@@ -10,7 +10,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from interlace.tensor_parallel.styles import (
 )
 from interlace.torch_private.distributed import StridedShard
 
+T = TypeVar("T")
 LEFT_WHOLE = ("replicate", "keep_full_weight")
 """Words of a plan for what all ranks have."""
 BY_NAME = ("mla_kv_a_proj", "moe_tp_experts")
@@ -171,8 +172,8 @@ class Local(Checked):
         distribute(module, self._placements(module), device_mesh, self.src_data_rank)
         given: Any = module.forward
         original: Any = getattr(given, "__func__", lambda _, *args, **kw: given(*args, **kw))
-        held: Any = [(module, self.sees_heads)] if self.held is None else [*self.held]
-        module._interlace_held = held  # where copies of the module find copies of these
+        held = [(module, self.sees_heads)] if self.held is None else [*self.held]
+        vars(module)["_interlace_held"] = held  # where copies of the module find copies of these
 
         @functools.wraps(given)
         def forward(self_: Any, *args: Any, **kwargs: Any) -> Any:
@@ -189,9 +190,10 @@ class Local(Checked):
             part = DTensor.from_local(y, device_mesh, [Partial()], run_check=False)
             return part.redistribute(placements=[Replicate()]).to_local()
 
-        def summed(x: Any) -> Any:
-            floats = isinstance(x, Tensor) and x.is_floating_point()
-            return summed_gradient(x, device_mesh) if floats else x
+        def summed(x: T) -> T:
+            if isinstance(x, Tensor) and x.is_floating_point():
+                return summed_gradient(x, device_mesh)
+            return x
 
         module.forward = types.MethodType(forward, module)
         return module

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -102,13 +101,14 @@ def parallelize(
     before anything is changed.
     """
     check_mesh(mesh)
-    given: Any = getattr(model, "tp_plan", None) if plan is None else plan
+    given: Mapping[str, str | ParallelStyle] | None
+    given = getattr(model, "tp_plan", None) if plan is None else {**plan}
     if not given:
         raise InputError(f"{type(model).__name__} has no `tp_plan`: give `plan`")
     modules = dict(model.named_modules())
-    names: dict[str, Any] = modules | dict(model.named_parameters())
+    names = {*modules, *dict(model.named_parameters())}
     named = {p: [n for n in names if _matches(n, p)] for p in sorted(given, key=names.__contains__)}
-    found: dict[str, Any] = {name: given[p] for p in named for name in named[p]}
+    found = {name: given[p] for p in named for name in named[p]}
     if not found:
         names_of = "', '".join([*modules][1:4])
         raise InputError(
@@ -116,7 +116,7 @@ def parallelize(
             f"'{names_of}', ...: give the module that the plan is for, or a plan of these names"
         )
     words = {name: word for name, word in found.items() if not isinstance(word, ParallelStyle)}
-    theirs = {name: style for name, style in found.items() if name not in words}
+    theirs = {name: style for name, style in found.items() if isinstance(style, ParallelStyle)}
     how: How = {"options": options}
     styles = styles_of_words(model, words, mesh, how, recipe)
     kept = _rewrite(theirs, modules, styles, how, recipe)
@@ -204,7 +204,7 @@ def _below(parent: str, name: str) -> str:
 
 
 def _rewrite(
-    given: Mapping[str, Any],
+    given: Mapping[str, ParallelStyle],
     modules: Mapping[str, nn.Module],
     styles: dict[str, ParallelStyle],
     how: How,
@@ -226,9 +226,12 @@ def _rewrite(
             kept[name] = found
             continue
         layout, layers = found
-        local = given[below[layers[0]]].use_local_output
         group = OverlapColwiseGroup(
-            layers, input_layouts=layout, use_local_output=local, recipe=recipe, **how
+            [*layers],
+            input_layouts=layout,
+            use_local_output=next(iter(layers.values())).use_local_output,
+            recipe=recipe,
+            **how,
         )
         group.prepare = style
         styles[name] = group
@@ -237,14 +240,15 @@ def _rewrite(
     return kept
 
 
-def _overlapping(style: Any, module: nn.Module, how: How, recipe: Recipe | None) -> ParallelStyle:
+def _overlapping(
+    style: ParallelStyle, module: nn.Module, how: How, recipe: Recipe | None
+) -> ParallelStyle:
     """The style in the place of torch's, or else itself."""
-    kinds: dict[type, type[OverlapColwise | OverlapRowwise]]
-    kinds = {
-        ColwiseParallel: OverlapColwise,
-        RowwiseParallel: OverlapRowwise,
-    }
-    if (kind := kinds.get(type(style))) is None:
+    if type(style) is ColwiseParallel:
+        kind = OverlapColwise
+    elif type(style) is RowwiseParallel:
+        kind = OverlapRowwise
+    else:
         return style
     layouts = {key: getattr(style, key)[0] for key in ("input_layouts", "output_layouts")}
     if not all(isinstance(layout, Shard | Replicate) for layout in layouts.values()):
@@ -256,7 +260,7 @@ def _overlapping(style: Any, module: nn.Module, how: How, recipe: Recipe | None)
 
 def _gathered(
     style: PrepareModuleInput, below: Mapping[str, tuple[ParallelStyle, nn.Module]]
-) -> tuple[Placement, list[str]] | str:
+) -> tuple[Placement, dict[str, ColwiseParallel]] | str:
     """The layout of the rows that are gathered for a module, and the layers that are to do that; or
     why they are not."""
     pairs = [*zip(style.input_layouts or (), style.desired_input_layouts or (), strict=True)]
@@ -268,11 +272,14 @@ def _gathered(
     for name, (other, _) in below.items():
         if type(other) not in OF_ROWS:
             return f"{name} has {type(other).__name__}, which may want whole rows"
-    columns: dict[str, Any] = {n: s for n, (s, _) in below.items() if type(s) is ColwiseParallel}
-    columns = {name: layer for name, layer in columns.items() if layer.input_layouts == ALL}
+    columns = {
+        name: layer
+        for name, (layer, _) in below.items()
+        if type(layer) is ColwiseParallel and layer.input_layouts == ALL
+    }
     for name, layer in columns.items():
         if "." in name or not is_plain(below[name][1]) or layer.output_layouts != FEATURES:
             return f"{name} is no linear layer right below it, of output_layouts=Shard(-1)"
     if len({layer.use_local_output for layer in columns.values()}) != 1:
         return "it has no ColwiseParallel below it, or some with use_local_output and some without"
-    return rows[0], list(columns)
+    return rows[0], columns

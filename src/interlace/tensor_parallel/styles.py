@@ -130,9 +130,10 @@ class _Overlap(Checked):
                 f"`recipe` is given for a {type(module).__name__}: FP8 is for nn.Linear, and no "
                 "forward of its own"
             )
-        placements: dict[str, Any] = self.placements(module)
-        weight, ranks = module.get_parameter("weight"), mesh.size()
-        size = weight.shape[placements["weight"].dim]
+        placements = self.placements(module)
+        weight, ranks, cut = module.get_parameter("weight"), mesh.size(), placements["weight"]
+        assert isinstance(cut, Shard)
+        size = weight.shape[cut.dim]
         if is_plain(module) and math.ceil(size / ranks) * (ranks - 1) >= size:
             raise InputError(
                 f"a layer of {module.in_features} to {module.out_features} features leaves some of "
@@ -140,7 +141,7 @@ class _Overlap(Checked):
             )
         if self.how["recipe"] is not None:
             parts = list(weight.shape)
-            parts[placements["weight"].dim] = size // ranks if size % ranks == 0 else 1
+            parts[cut.dim] = size // ranks if size % ranks == 0 else 1
             if any(part % ALIGNMENT for part in parts):
                 raise InputError(
                     f"`recipe` is given for a layer of {module.in_features} to "
@@ -195,7 +196,7 @@ class OverlapColwise(_Overlap, ColwiseParallel):
         return {name: cut for name, _ in module.named_parameters()}
 
     def _forward(self, mesh: DeviceMesh) -> Forward:
-        dim: Any = self.dim
+        dim = self.dim or 0  # where it overlaps there is one
 
         def forward(self_: nn.Linear, input: Tensor) -> Tensor:
             if self.traced:

@@ -7,18 +7,16 @@
 
 Note [FP8 layers]
     Where a layer has a recipe, what a matmul takes is quantised before it is gathered, and travels
-    as packed rows (Note [Packed rows] in float8/data.py). Forward takes weights as packed rows.
-    With a scale for each tensor, forward also returns x for backward: as packed rows where they
-    are gathered again, elsewhere as those of the transpose. The gradient of a weight is one matmul
-    of transposes (Note [One scale for a sum over shards] in float8/quantization.py). With a scale
-    for each row it sums over the rows, whose scales differ: that matmul, and what is gathered for
-    it, is of the layer's own dtype. So are sums over ranks.
+    as packed rows (Note [Packed rows] in float8/data.py). Forward takes weights as packed rows, and
+    also returns x for backward: as packed rows where they are gathered again, elsewhere as those of
+    the transpose. The gradient of a weight is one matmul of transposes (Note [One scale for a sum
+    over shards] in float8/quantization.py). Sums over ranks are of the layer's own dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
@@ -28,7 +26,7 @@ from interlace.float8.recipe import Recipe
 class Matrix(Protocol):
     """A matrix or a vector: a tensor, or a handle of a Program's buffer."""
 
-    def t(self) -> Any:
+    def t(self) -> Self:
         """The transpose of a matrix, which costs nothing."""
 
 
@@ -61,7 +59,7 @@ class Operations(Protocol[T]):
         """Numbers of which the largest is the maximum of |x|."""
         ...
 
-    def pack(self, form: str, x: T, amax: T | None, recipe: Recipe, kind: torch.dtype) -> Any:
+    def pack(self, form: str, x: T, amax: T, recipe: Recipe, kind: torch.dtype) -> Any:
         """x as packed `rows`, as those of its transpose (`across`), or both: a `pair`."""
         ...
 
@@ -88,7 +86,7 @@ def forward(
     """An output for each weight; then x in FP8, where backward will want that (`keeps`)."""
     recipe, gathers = ops.recipe, ops.collective == "all_gather"
     sums = ops.collective in ("reduce_scatter", "all_reduce")
-    keeps = keeps and packs(recipe)
+    keeps = keeps and recipe is not None
     rows = saved = x
     if recipe is not None and keeps and not gathers:
         rows, saved = packed(ops, x, recipe, recipe.forward, "pair")
@@ -96,7 +94,7 @@ def forward(
         rows = saved = packed(ops, x, recipe, recipe.forward, "rows", team=gathers)
     if gathers:
         rows = ops.all_gather(rows)
-    blocks = _blocks(recipe, ops.ranks if gathers else 1)
+    blocks = ops.ranks if gathers else 1
     outputs: list[T] = []
     for weight, bias in zip(weights, biases, strict=True):
         within = None if sums else bias
@@ -131,19 +129,18 @@ def backward(
     rows, across = [*dys], [*dys]
     if recipe is not None:
         for i, dy in enumerate(dys):
-            turns = packs(recipe) and for_w[i]
-            if turns and for_x and not gathers:
+            if for_w[i] and for_x and not gathers:
                 rows[i], across[i] = packed(ops, dy, recipe, recipe.gradient, "pair")
-            elif turns and not gathers:
+            elif for_w[i] and not gathers:
                 across[i] = packed(ops, dy, recipe, recipe.gradient, "across")
-            elif turns or for_x:
+            elif for_w[i] or for_x:
                 rows[i] = packed(ops, dy, recipe, recipe.gradient, "rows")
     dx = None
     if for_x:
         dx = _input_gradient(ops, rows, weights, 1)
         if ops.collective in REDUCES_BACK:
             dx = ops.reduce(REDUCES_BACK[ops.collective], dx)
-    if packs(recipe) and gathers and x is not None:
+    if recipe is not None and gathers and x is not None:
         scales, x = x, ops.turn(x, None, 0)
         for i, want in enumerate(for_w):
             if want:
@@ -162,44 +159,30 @@ def _backward_of_scatter(
     """Where the outputs were scattered: the rows of dy are gathered, for all gradients."""
     for_x, _, for_b = wanted
     recipe, dx, dw, db = ops.recipe, None, None, None
-    if packs(recipe) and for_b:
-        db = ops.reduce("all_reduce", ops.sum_of_rows(dy))
-        if not for_x and x is None:
-            return [None, None, db]
-    if recipe is not None and packs(recipe):
+    if recipe is not None:
+        if for_b:
+            db = ops.reduce("all_reduce", ops.sum_of_rows(dy))
+            if not for_x and x is None:
+                return [None, None, db]
         dy = packed(ops, dy, recipe, recipe.gradient, "rows", team=True)
-    rows = dy = ops.all_gather(dy)
-    if recipe is not None and not packs(recipe) and for_x:
-        rows = packed(ops, dy, recipe, recipe.gradient, "rows")
+    dy = ops.all_gather(dy)
     if for_x:
-        dx = _input_gradient(ops, [rows], weights, ops.ranks)
+        dx = _input_gradient(ops, [dy], weights, ops.ranks)
     if x is not None:
-        dw = _weight_gradient(ops, ops.turn(dy, None, ops.ranks) if packs(recipe) else dy, x)
+        dw = _weight_gradient(ops, dy if recipe is None else ops.turn(dy, None, ops.ranks), x)
     if for_b and db is None:
         db = ops.sum_of_rows(dy)
     return [dx, dw, db]
-
-
-def packs(recipe: Recipe | None) -> bool:
-    """Returns true where x and gradients go through FP8 for all matmuls: Note [FP8 layers]."""
-    return recipe is not None and recipe.scaling == "tensor"
 
 
 def packed(
     ops: Operations[T], x: T, recipe: Recipe, kind: torch.dtype, form: str, team: bool = False
 ) -> Any:
     """x in FP8 by its own maximum; `team`: by that of all ranks, where the recipe says so."""
-    amax = None
-    if packs(recipe):
-        amax = ops.amax(x)
-        if team and recipe.scale == "team":
-            amax = ops.reduce("all_reduce", amax, "max")
+    amax = ops.amax(x)
+    if team and recipe.scale == "team":
+        amax = ops.reduce("all_reduce", amax, "max")
     return ops.pack(form, x, amax, recipe, kind)
-
-
-def _blocks(recipe: Recipe | None, count: int) -> int:
-    """Blocks of rows that have one scale each; 0 where every row has its own."""
-    return count if packs(recipe) else 0
 
 
 def _input_gradient(ops: Operations[T], rows: Sequence[T], weights: Sequence[T], ranks: int) -> T:
@@ -210,7 +193,7 @@ def _input_gradient(ops: Operations[T], rows: Sequence[T], weights: Sequence[T],
             part = ops.mm(dy, weight)
         else:
             across = ops.pack_across(weight)
-            part = ops.packed_mm(dy, across.t(), _blocks(ops.recipe, ranks), None, False)
+            part = ops.packed_mm(dy, across.t(), ranks, None, False)
         total = part if total is None else ops.add(total, part)
     assert total is not None
     return total
@@ -218,4 +201,4 @@ def _input_gradient(ops: Operations[T], rows: Sequence[T], weights: Sequence[T],
 
 def _weight_gradient(ops: Operations[T], dy: T, x: T) -> T:
     """The gradient of a weight, from dy and x, or in FP8 from the transposes of both."""
-    return ops.packed_mm(dy, x.t(), 1, None, False) if packs(ops.recipe) else ops.mm(dy.t(), x)
+    return ops.mm(dy.t(), x) if ops.recipe is None else ops.packed_mm(dy, x.t(), 1, None, False)

@@ -27,7 +27,7 @@ from interlace.float8.data import ALIGNMENT
 from interlace.float8.linear import linear as float8_linear
 from interlace.float8.recipe import Recipe
 from interlace.frontend.backend import options_from
-from interlace.nn.groups import group_of
+from interlace.nn.groups import GroupLike, group_of
 from interlace.nn.parallel.sharded import Communication, applied
 from interlace.nn.parallel.traced import graph_or_eager
 from interlace.optim.grad_accumulator import GradAccumulator, accumulator_of
@@ -44,7 +44,7 @@ def all_gather_linear(
     weights: Tensor | Sequence[Tensor],
     biases: Tensor | Sequence[Tensor | None] | None = None,
     *,
-    group: Any,
+    group: GroupLike,
     dim: int = 0,
     options: Given = None,
     recipe: Recipe | None = None,
@@ -61,7 +61,7 @@ def all_gather_linear(
             copied, and the output is a view that is not contiguous.
         options: `interlace.Options`, or a mapping of them; `overlap=False` runs the serial Program.
         recipe: multiplies in FP8, and x travels in FP8 (docs/how-to/fp8.md). K, N are multiples
-            of 16. Of a scale for each tensor, x is saved in FP8 too.
+            of 16; x is saved in FP8 too.
 
     Gives [..., N] with the rows of all ranks. Backward gathers x anew for the gradients of weights,
     and scatters that of x, summed over the ranks. A Parameter that has a `GradAccumulator` gets its
@@ -77,7 +77,7 @@ def replicated_linear(
     weights: Tensor | Sequence[Tensor],
     biases: Tensor | Sequence[Tensor | None] | None = None,
     *,
-    group: Any,
+    group: GroupLike,
     options: Given = None,
     recipe: Recipe | None = None,
 ) -> Any:
@@ -93,41 +93,13 @@ def replicated_linear(
     return _columns("copy", x, weights, biases, group, None, options, recipe)
 
 
-def _columns(
-    collective: str,
-    x: Tensor,
-    weights: Tensor | Sequence[Tensor],
-    biases: Tensor | Sequence[Tensor | None] | None,
-    group: Any,
-    dim: int | None,
-    options: Given,
-    recipe: Recipe | None,
-) -> Any:
-    """Layers of which each rank has rows of the weights, and so columns of the output."""
-    many = not isinstance(weights, Tensor)
-    each: Any = weights if many else [weights]
-    bias: Any = [None] * len(each) if biases is None else biases if many else [biases]
-    via = _communication(collective, group, options, recipe, each)
-    dim = 0 if dim is None else _rows_dim(x, dim)
-    x, tensors, accumulators = _checked(x, each, bias, recipe)
-    if via is None:
-        pairs = zip(tensors[: len(each)], tensors[len(each) :], strict=True)
-        made = [_alone(x, w, b, recipe) for w, b in pairs]
-    else:
-        rows, shape = _rows(x, dim)
-        ranks = via.size if collective == "all_gather" else 1
-        found = applied(via, accumulators, [rows, *tensors])
-        made = [_shaped(y, ranks * shape[0], shape, dim) for y in found]
-    return tuple(made) if many else made[0]
-
-
 @graph_or_eager
 def linear_reduce_scatter(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    group: Any,
+    group: GroupLike,
     dim: int = 0,
     options: Given = None,
     recipe: Recipe | None = None,
@@ -145,19 +117,7 @@ def linear_reduce_scatter(
     Gives [..., N] with this rank's part of the rows. Backward gathers the upstream gradient for all
     that needs it; that of the bias is of all rows, and the same on all ranks.
     """
-    via = _communication("reduce_scatter", group, options, recipe, [weight])
-    dim = _rows_dim(x, dim)
-    x, tensors, accumulators = _checked(x, [weight], [bias], recipe)
-    if via is None:
-        return _alone(x, tensors[0], tensors[1], recipe)
-    (rows, shape), ranks = _rows(x, dim), via.size
-    if shape[0] % ranks:
-        raise InputError(
-            f"`x` has size {shape[0]} in dimension {dim}, which {ranks} ranks cannot share "
-            f"evenly: give a multiple of {ranks}, padded where need be"
-        )
-    (y,) = applied(via, accumulators, [rows, *tensors])
-    return _shaped(y, shape[0] // ranks, shape, dim)
+    return _layers("reduce_scatter", x, [weight], [bias], group, dim, options, recipe)[0]
 
 
 @graph_or_eager
@@ -166,7 +126,7 @@ def linear_all_reduce(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    group: Any,
+    group: GroupLike,
     options: Given = None,
     recipe: Recipe | None = None,
 ) -> Tensor:
@@ -181,27 +141,68 @@ def linear_all_reduce(
     Gives [..., N]. The upstream gradient is the same on all ranks, and backward communicates
     nothing.
     """
-    via = _communication("all_reduce", group, options, recipe, [weight])
-    x, tensors, accumulators = _checked(x, [weight], [bias], recipe)
+    return _layers("all_reduce", x, [weight], [bias], group, None, options, recipe)[0]
+
+
+def _columns(
+    collective: str,
+    x: Tensor,
+    weights: Tensor | Sequence[Tensor],
+    biases: Tensor | Sequence[Tensor | None] | None,
+    group: GroupLike,
+    dim: int | None,
+    options: Given,
+    recipe: Recipe | None,
+) -> Any:
+    """Layers of which each rank has rows of the weights, and so columns of the output."""
+    many = not isinstance(weights, Tensor)
+    each: Any = weights if many else [weights]
+    bias: Any = [None] * len(each) if biases is None else biases if many else [biases]
+    made = _layers(collective, x, each, bias, group, dim, options, recipe)
+    return tuple(made) if many else made[0]
+
+
+def _layers(
+    collective: str,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    group: GroupLike,
+    dim: int | None,
+    options: Given,
+    recipe: Recipe | None,
+) -> list[Tensor]:
+    """The outputs of all weights; `dim` is None where rows stay where they are."""
+    via = _communication(collective, group, options, recipe, weights)
+    dim = 0 if dim is None else _rows_dim(x, dim)
+    x, tensors, accumulators = _checked(x, weights, biases, recipe)
     if via is None:
-        return _alone(x, tensors[0], tensors[1], recipe)
-    (y,) = applied(via, accumulators, [_rows(x, 0)[0], *tensors])
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
-
-
-# what a call is given
+        pairs = zip(tensors[: len(weights)], tensors[len(weights) :], strict=True)
+        return [_alone(x, weight, bias, recipe) for weight, bias in pairs]
+    (rows, shape), ranks = _rows(x, dim), via.size
+    first = shape[0]
+    if collective == "all_gather":
+        first *= ranks
+    elif collective == "reduce_scatter":
+        if first % ranks:
+            raise InputError(
+                f"`x` has size {first} in dimension {dim}, which {ranks} ranks cannot share "
+                f"evenly: give a multiple of {ranks}, padded where need be"
+            )
+        first //= ranks
+    return [_shaped(y, first, shape, dim) for y in applied(via, accumulators, [rows, *tensors])]
 
 
 def _communication(
     collective: str,
-    group: Any,
+    group: GroupLike,
     options: Given,
     recipe: Recipe | None,
     weights: Sequence[Tensor],
 ) -> Communication | None:
     """The communication of a call; None where one rank has all."""
     in_graph = torch.compiler.is_compiling()  # Note [In our own graphs] in traced.py
-    chosen = DEFAULT if in_graph else _options(options)
+    chosen = DEFAULT if in_graph or options is None else options_from(options)
     if group is None:
         raise InputError("`group` is None: give a process group or a mesh of one dimension")
     if not isinstance(recipe, Recipe | None):
@@ -219,23 +220,6 @@ def _alone(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe | None
 
 
 DEFAULT = Options()
-
-
-def _options(given: Given) -> Options:
-    """The options of a call; a mapping of the same items is read once."""
-    if given is None:
-        return DEFAULT
-    if not isinstance(given, Mapping):
-        return options_from(given)
-    try:
-        return _read(tuple([(name, type(value), value) for name, value in given.items()]))
-    except TypeError:  # a value that cannot be a key is none that an option takes
-        return options_from(given)
-
-
-@functools.lru_cache
-def _read(items: tuple[tuple[str, type, Any], ...]) -> Options:
-    return options_from({name: value for name, _, value in items})
 
 
 def _rows_dim(x: Tensor, dim: int) -> int:
@@ -262,7 +246,8 @@ def _shaped(y: Tensor, first: int, shape: torch.Size, dim: int) -> Tensor:
     """Rows back in such a shape, of so many in its first dimension, which is moved to `dim`."""
     if len(shape) == 2:
         return y
-    return y.view(first, *shape[1:-1], y.shape[1]).movedim(0, dim)
+    whole = y.view(*((first, *shape[1:-1]) if len(shape) > 1 else ()), y.shape[1])
+    return whole.movedim(0, dim) if dim else whole
 
 
 def _checked(

@@ -29,11 +29,12 @@ import dataclasses
 import functools
 import hashlib
 import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from interlace.comm import TeamComm, limit_s, team_of
@@ -59,7 +60,7 @@ class Programs:
         self._captured = 0
         """Row counts that were given CUDA graphs, with the option `graph`; more run without."""
 
-    def __call__(self, rows: int, tensors: Sequence[torch.Tensor], origin: str) -> list[Any]:
+    def __call__(self, rows: int, tensors: Sequence[Tensor], origin: str) -> list[Tensor]:
         """The results for these tensors, with S = `rows`; collective. `origin` says whose run it
         is: Note [A backward carries its forward]."""
         last = self._shelf.last
@@ -119,9 +120,9 @@ class OfGroup:
     team: TeamComm
     resets: int
     """The team's resets when the weights were asked for."""
-    programs: dict[Any, Programs] = dataclasses.field(default_factory=dict[Any, Programs])
-    known: dict[Any, tuple[StorageWeakRef, KnownWeight]] = dataclasses.field(
-        default_factory=dict[Any, tuple[StorageWeakRef, KnownWeight]]
+    programs: dict[Hashable, Programs] = dataclasses.field(default_factory=dict[Hashable, Programs])
+    known: dict[Hashable, tuple[StorageWeakRef, KnownWeight]] = dataclasses.field(
+        default_factory=dict[Hashable, tuple[StorageWeakRef, KnownWeight]]
     )
     """Known weights, by storage and layer."""
     run: int = 0
@@ -135,7 +136,7 @@ _programs: weakref.WeakKeyDictionary[dist.ProcessGroup, OfGroup] = weakref.WeakK
 
 
 def known(
-    group: dist.ProcessGroup, layer: LinearLayer, options: Options, weight: torch.Tensor
+    group: dist.ProcessGroup, layer: LinearLayer, options: Options, weight: Tensor
 ) -> KnownWeight:
     """Facts of a weight that all ranks know; the first time, all ask: Note [Found by all or by
     none]."""
@@ -184,10 +185,10 @@ def _digest(layer: LinearLayer, options: Options) -> int:
     return int(hashlib.sha256(repr((layer, options)).encode()).hexdigest()[:15], 16)
 
 
-def arguments(layer: LinearLayer, rows: int) -> dict[str, Any]:
+def arguments(layer: LinearLayer, rows: int) -> dict[str, object]:
     """Arguments that all ranks must give a layer alike, for messages; shards may be uneven."""
     count = len(layer.outer)
-    told: dict[str, Any] = {"rows": rows, "dtype": layer.dtype, "weights": count}
+    told: dict[str, object] = {"rows": rows, "dtype": layer.dtype, "weights": count}
     for i, biased in enumerate(layer.biased):
         told[f"bias[{i}]"] = "a tensor" if biased else None
     if layer.collective in ("all_gather", "copy"):

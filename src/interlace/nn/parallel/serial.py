@@ -17,7 +17,7 @@ from interlace.frontend.teams import as_axes
 from interlace.ir import Program, Team
 from interlace.ir.build import Builder, ElementType, Handle
 from interlace.ir.sizes import deciding
-from interlace.nn.parallel.layer import backward, forward, packs
+from interlace.nn.parallel.layer import backward, forward
 
 Shape = tuple[int, ...]
 """Sizes; what is computed from S is a `Size`, which has the arithmetic of an int."""
@@ -48,7 +48,7 @@ class LinearLayer:
     @property
     def returns_x(self) -> bool:
         """True where the forward pass returns x in FP8, last."""
-        return packs(self.recipe) and self.keeps
+        return self.recipe is not None and self.keeps
 
 
 def serial(layer: LinearLayer, ranks: tuple[int, ...], rows: int) -> Program:
@@ -95,9 +95,9 @@ def _write(builder: Builder, layer: LinearLayer, size: int, ranks: int) -> None:
     saved = None
     if any(layer.wanted[1 : 1 + len(dys)]):
         shape: Shape = (size if gathers else every, inner)
-        if packs(layer.recipe):
+        if layer.recipe is not None:
             shape = (size, width(inner)) if gathers else (inner, width(every))
-        saved = builder.input("x", E4M3 if packs(layer.recipe) else dtype, shape)
+        saved = builder.input("x", dtype if layer.recipe is None else E4M3, shape)
     weights = []
     if layer.wanted[0]:
         turned = layer.recipe is not None
@@ -147,7 +147,7 @@ class BuilderOperations:
         return maxima
 
     def pack(
-        self, form: str, x: Handle, amax: Handle | None, recipe: Recipe, kind: torch.dtype
+        self, form: str, x: Handle, amax: Handle, recipe: Recipe, kind: torch.dtype
     ) -> Handle | tuple[Handle, ...]:
         outs: list[Handle] = []
         name = f"{x.buffer.name}_8"

@@ -105,25 +105,27 @@ class Sharded(torch.autograd.Function):
 def applied(
     via: Communication,
     accumulators: tuple[GradAccumulator | None, ...],
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor | None],
 ) -> Sequence[Tensor]:
     """The outputs, of x, weights and biases; without autograd where nothing asks for a gradient.
 
     (There a Function takes as long, and saves what requires gradients although they are off.)
     """
+    x = tensors[0]
+    assert x is not None
     if torch.compiler.is_compiling():  # Note [In our own graphs] in traced.py
         if via.recipe is not None:
-            check_device(tensors[0])
+            check_device(x)
         return traced(via.collective, via.group, via.recipe, len(accumulators), tensors)
     if forward_ad_level() >= 0 or are_functorch_transforms_active():
         _refuse_transforms(tensors)
     if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):
         return Sharded.apply(via, accumulators, *tensors)
-    _, _, outputs, _ = _forward(via, (False,) * (1 + len(accumulators)), tensors[0], tensors[1:])
+    _, _, outputs, _ = _forward(via, (False,) * (1 + len(accumulators)), x, tensors[1:])
     return outputs
 
 
-def _refuse_transforms(tensors: Sequence[Any]) -> None:
+def _refuse_transforms(tensors: Sequence[Tensor | None]) -> None:
     """Raises before peers wait for this rank."""
     given = [tensor for tensor in tensors if tensor is not None]
     if are_functorch_transforms_active() or any(

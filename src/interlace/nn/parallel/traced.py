@@ -54,7 +54,7 @@ def traced(
     group: dist.ProcessGroup,
     recipe: Recipe | None,
     count: int,
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor | None],
 ) -> tuple[Tensor, ...]:
     """The outputs [rows, N] of x [rows, K], of `count` weights, and of as many biases."""
     return Traced.apply(collective, (group.group_name, group.size()), recipe, count, *tensors)
@@ -91,9 +91,7 @@ class TorchOperations:
     def amax(self, x: Tensor) -> Tensor:
         return run("amax", x)
 
-    def pack(
-        self, form: str, x: Tensor, amax: Tensor | None, recipe: Recipe, kind: torch.dtype
-    ) -> Any:
+    def pack(self, form: str, x: Tensor, amax: Tensor, recipe: Recipe, kind: torch.dtype) -> Any:
         return run(form, x, amax, recipe.power_of_two, recipe.traced_eps, kind)
 
     def pack_across(self, weight: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ Note [What is looked at]
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
@@ -44,6 +44,7 @@ from interlace.optim.adam.arithmetic import (
 )
 from interlace.optim.adam.state import KEPT, PARAM_DTYPES, check_param, local, master_of, ready
 from interlace.optim.grad_accumulator import placed_grad
+from interlace.optim.loading import Group, State
 from interlace.torch_private.distributed import compute_local_shape_and_global_offset
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class ParamEntry:
     """A parameter that has a gradient."""
 
     param: Tensor
-    state: dict[str, Any]
+    state: State
     group: int
     spec: AdamSpec
     key: int
@@ -301,7 +302,7 @@ class StepPlan:
     def _count(self) -> tuple[list[Scalars], list[int]]:
         """Counts the steps; rows of scalars, and which each entry has."""
 
-        def row(group: Mapping[str, Any], step: float) -> Scalars:
+        def row(group: Group, step: float) -> Scalars:
             beta1, beta2 = group["betas"]
             return scalars(
                 int(step),

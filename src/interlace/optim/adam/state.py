@@ -2,13 +2,12 @@
 
 States lie as their parameter does (dense memory in the same order; for a DTensor the same
 placements), so a step runs over memory from end to end. What was loaded from elsewhere (fp32
-states of torch.optim, a master where a remainder is kept) is converted when a step first needs it;
-what already fits is used without a copy.
+states of torch.optim) is converted when a step first needs it; what already fits is used without a
+copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,13 +15,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from interlace.errors import OptimizerError
-from interlace.optim.adam.arithmetic import join, split
+from interlace.optim.loading import Group, State
 from interlace.torch_private import is_traceable_wrapper_subclass
 from interlace.torch_private.distributed import AsyncCollectiveTensor
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MASTERS = (None, "fp32", "remainder")
+MASTER_NAMES = ("master", "remainder")
 REMAINDER = torch.bfloat16
 """Declared dtype of a remainder's 16 bits. They are an int16, which neither NCCL nor gloo
 gathers: no full state dict could be had of sharded ones. Read them as `.view(torch.int16)`."""
@@ -74,7 +74,7 @@ def check_param(param: Tensor) -> None:
         )
 
 
-def master_of(param: Tensor, group: Mapping[str, Any]) -> str | None:
+def master_of(param: Tensor, group: Group) -> str | None:
     """Kind of master kept beside this parameter: None, `fp32` or `remainder`."""
     kind = None if param.dtype == torch.float32 else group["master_weights"]
     if kind == "remainder" and param.dtype != torch.bfloat16:
@@ -85,7 +85,7 @@ def master_of(param: Tensor, group: Mapping[str, Any]) -> str | None:
     return kind
 
 
-def tensors_of(param: Tensor, group: Mapping[str, Any]) -> dict[str, torch.dtype]:
+def tensors_of(param: Tensor, group: Group) -> dict[str, torch.dtype]:
     """The names and dtypes of the state tensors that lie like the parameter."""
     names = moments_of(group)
     if not group["amsgrad"]:
@@ -96,7 +96,7 @@ def tensors_of(param: Tensor, group: Mapping[str, Any]) -> dict[str, torch.dtype
     return names
 
 
-def moments_of(group: Mapping[str, Any]) -> dict[str, torch.dtype]:
+def moments_of(group: Group) -> dict[str, torch.dtype]:
     """The names and dtypes of all moments that there can be."""
     first, second = group["exp_avg_dtype"], group["exp_avg_sq_dtype"]
     return {"exp_avg": first, "exp_avg_sq": second, "max_exp_avg_sq": second}
@@ -132,10 +132,16 @@ def conform(name: str, value: Any, param: Tensor, dtype: torch.dtype) -> Tensor:
     return empty_like(param, dtype).copy_(value)
 
 
-def ready(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-    """Makes what is missing and converts what does not fit."""
+def ready(param: Tensor, group: Group, state: State) -> None:
+    """Makes what is missing and converts dtypes; raises OptimizerError for what does not fit."""
     names = tensors_of(param, group)
-    _convert_master(param, names, state)
+    for name, kind in (("master", "fp32"), ("remainder", "remainder")):
+        if name in state and name not in names and not names.keys().isdisjoint(MASTER_NAMES):
+            raise OptimizerError(
+                f"the state has a {name!r}, as master_weights={kind!r} keeps it, and this group "
+                f"has master_weights={group['master_weights']!r}. fix: load the checkpoint with "
+                f"master_weights={kind!r}, or without its {name!r}: masters then start anew"
+            )
     for name, dtype in names.items():
         if name in state:
             state[name] = conform(name, state[name], param, dtype)
@@ -143,27 +149,12 @@ def ready(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> Non
             state[name] = empty_like(param, dtype).copy_(param.detach())
         else:
             state[name] = empty_like(param, dtype).zero_()
-    for name in ("master", "remainder", "max_exp_avg_sq"):
+    for name in (*MASTER_NAMES, "max_exp_avg_sq"):
         if name not in names:
             state.pop(name, None)
 
 
-def _convert_master(param: Tensor, names: Mapping[str, Any], state: dict[str, Any]) -> None:
-    """A master where a remainder is kept, or the other way round, of the same exact value."""
-    if "remainder" in names and "remainder" not in state and "master" in state:
-        master = conform("master", state.pop("master"), param, torch.float32)
-        state["remainder"] = empty_like(param, REMAINDER)
-        split_into = empty_like(param, param.dtype)
-        split(local(master), local(split_into), local(state["remainder"]).view(torch.int16))
-        param.detach().copy_(split_into)
-    elif "master" in names and "master" not in state and "remainder" in state:
-        rest = conform("remainder", state.pop("remainder"), param, REMAINDER)
-        state["master"] = empty_like(param, torch.float32)
-        source = empty_like(param, param.dtype).copy_(param.detach())
-        local(state["master"]).copy_(join(local(source), local(rest).view(torch.int16)))
-
-
-def fit(name: str, value: Any, param: Tensor, group: Mapping[str, Any]) -> Any:
+def fit(name: str, value: Any, param: Tensor, group: Group) -> Any:
     """A loaded value, in the dtype that this optimizer keeps it in and where its parameter lies."""
     if name == "step":
         return torch.as_tensor(value, dtype=torch.float32).clone()  # it is counted in place

@@ -9,7 +9,8 @@ Note [In order]
     That is the last of the hooks that precede a step of the optimizer itself, without any gradient
     left: hooks of the user run once, and find all gradients, before all updates or after them. An
     optimizer that counts steps in its groups would count too many, and one with random numbers
-    would see the order: these update all parameters in one step, and gathers begin after it.
+    would see the order: these update all parameters in one step, and gathers begin after it. So
+    does one that holds other optimizers, whose steps are theirs.
     `overlap_param_gather=False` updates in the same way, and so by the same arithmetic: what is
     batched differs with what is updated at once. For that too, what ranks with shards update alike
     goes before matrices that have homes, and never with them.
@@ -20,7 +21,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from interlace.optim.grad_reducer import Bucket, lent
 from interlace.optim.layer_wise.update_plan import is_sharded, rounds_at_random
+from interlace.optim.loading import KeepsStates
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 APART = ("param_groups", "step", *HOOKS)
@@ -47,8 +48,8 @@ class UpdatesInOrder:
         owned: Mapping[nn.Parameter, nn.Parameter],
     ) -> None:
         self._optimizer, self._owned = optimizer, owned
-        by_chance = any(map(rounds_at_random, optimizer.param_groups))
-        members = [{*bucket.params} for bucket in (() if by_chance else buckets)]
+        at_once = any(map(rounds_at_random, optimizer.param_groups)) or _holds_others(optimizer)
+        members = [{*bucket.params} for bucket in (() if at_once else buckets)]
         kinds = [
             {p: s for p, s in owned.items() if is_sharded(s) is kind} for kind in (False, True)
         ]
@@ -94,10 +95,9 @@ class UpdatesInOrder:
 class BucketUpdate:
     """Updates parameters of one bucket, by a part of the optimizer with the same state.
 
-    The part has no other Parameters, nor have optimizers that the optimizer holds, so that what an
-    optimizer plans for its Parameters stays. `sources`: what it updates, each with the module's
-    Parameter that is trained by that, or frozen. With `places` it has all Parameters, in the places
-    that random bits depend on.
+    The part has no other Parameters, so that what an optimizer plans for its Parameters stays.
+    `sources`: what it updates, each with the module's Parameter that is trained by that, or frozen.
+    With `places` it has all Parameters, in the places that random bits depend on.
     """
 
     def __init__(
@@ -107,54 +107,40 @@ class BucketUpdate:
         *,
         places: bool = False,
     ) -> None:
-        self.sources, self._places = sources, places
-        self._groups: dict[int, dict[str, Any]] = {}
-        self._parts: list[tuple[Optimizer, Optimizer, dict[str, Any]]] = []
-        """Parts, what each is of, and the attributes that this had when they were copied."""
-        self._part: Optimizer = self._of(optimizer)
-
-    def _of(self, value: Any) -> Any:
-        """An optimizer's part; what holds optimizers with their parts; other values as they are."""
-        if not _holds_optimizers(value):
-            return value
-        if not isinstance(value, Optimizer):
-            return [self._of(each) for each in value]
-        part: Optimizer = object.__new__(type(value))
-        kept = {n: v for n, v in value.__dict__.items() if n not in APART}
-        groups = [self._group(group) for group in value.param_groups]
-        part.__dict__.update({name: self._of(each) for name, each in kept.items()})
+        self.sources, self._whole = sources, optimizer
+        self._seen = _attributes(optimizer)
+        """Attributes that the optimizer had when they were copied."""
+        self._part: Optimizer = object.__new__(type(optimizer))
+        self._part.__dict__.update(self._seen)
         for hooks in HOOKS:
-            part.__dict__[hooks] = OrderedDict()  # step() calls those of the whole
-        part.param_groups = groups
-        self._parts.append((part, value, kept))
-        return part
-
-    def _group(self, group: dict[str, Any]) -> dict[str, Any]:
-        params = [p for p in group["params"] if self._places or p in self.sources]
-        return self._groups.setdefault(id(group), {**group, "params": params})
+            self._part.__dict__[hooks] = OrderedDict()  # step() calls those of the whole
+        self._part.param_groups = [
+            {**group, "params": [p for p in group["params"] if places or p in sources]}
+            for group in optimizer.param_groups
+        ]
 
     @torch.no_grad()
     def __call__(self, grads: Mapping[nn.Parameter, Tensor]) -> bool:
         """Updates its parameters by these gradients. False where the optimizer changed options of
         its groups, such as a count of steps: the rest is then for one step of the whole."""
-        mine = (param for param in grads if param in self.sources)
-        trained = {param: grads[param] for param in mine if self.sources[param].requires_grad}
+        own = (param for param in grads if param in self.sources)
+        trained = {param: grads[param] for param in own if self.sources[param].requires_grad}
         if not trained:
             return True
-        for part, whole, seen in self._parts:
-            now = {n: v for n, v in whole.__dict__.items() if n not in APART}
-            changed = {n: v for n, v in now.items() if n not in seen or seen[n] is not v}
-            part.__dict__.update({n: v for n, v in changed.items() if not _holds_optimizers(v)})
-            seen.update(changed)
-            for group, now in zip(part.param_groups, whole.param_groups, strict=True):
-                group.update({name: value for name, value in now.items() if name != "params"})
+        now = _attributes(self._whole)
+        changed = {
+            name: value
+            for name, value in now.items()
+            if name not in self._seen or self._seen[name] is not value
+        }
+        self._part.__dict__.update(changed)
+        self._seen.update(changed)
+        pairs = [*zip(self._part.param_groups, self._whole.param_groups, strict=True)]
+        for group, whole in pairs:
+            group.update({name: value for name, value in whole.items() if name != "params"})
         with lent(trained):
             self._part.step()
-        return all(
-            _is_as(group, now)
-            for part, whole, _ in self._parts
-            for group, now in zip(part.param_groups, whole.param_groups, strict=True)
-        )
+        return all(_is_as(group, whole) for group, whole in pairs)
 
 
 def step_between(optimizer: Optimizer, begin: Callable[[], None], end: Callable[[], None]) -> None:
@@ -167,7 +153,7 @@ def step_between(optimizer: Optimizer, begin: Callable[[], None], end: Callable[
     def call(name: str, *_: object) -> None:
         left.pop(name, lambda: None)()
 
-    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks = vars(optimizer)["_optimizer_step_post_hooks"]
     before = optimizer.register_step_pre_hook(partial(call, "begin"))
     after = optimizer.register_step_post_hook(partial(call, "end"))
     hooks.move_to_end(after.id, last=False)
@@ -184,12 +170,21 @@ def give_back(grads: Mapping[nn.Parameter, Tensor]) -> None:
         param.grad = grad
 
 
-def _holds_optimizers(value: Any) -> bool:
-    several = isinstance(value, list | tuple) and any(isinstance(v, Optimizer) for v in value)
-    return several or isinstance(value, Optimizer)
+def _holds_others(optimizer: Optimizer) -> bool:
+    """True for an optimizer of optimizers; `Muon` makes its AdamW anew for other groups."""
+    return not isinstance(optimizer, KeepsStates) and any(
+        isinstance(each, Optimizer)
+        for value in vars(optimizer).values()
+        for each in (value if isinstance(value, list | tuple) else (value,))
+    )
 
 
-def _is_as(group: dict[str, Any], now: dict[str, Any]) -> bool:
+def _attributes(optimizer: Optimizer) -> dict[str, object]:
+    """The attributes of an optimizer that its parts have too."""
+    return {name: value for name, value in vars(optimizer).items() if name not in APART}
+
+
+def _is_as(group: Mapping[str, object], now: Mapping[str, object]) -> bool:
     """True if both groups have the same options."""
     kept = (now.get(name) for name in group)
     same = all(

@@ -29,10 +29,9 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -46,6 +45,7 @@ from interlace.errors import (
     OptimizerError,
     ReplicaError,
     UnsupportedError,
+    refuse_removed,
 )
 from interlace.optim.adam.state import local
 from interlace.optim.bucket_runs import BucketExchange, BucketRuns, Write, all_reduced
@@ -59,14 +59,12 @@ from interlace.optim.layer_wise.update_plan import (
     UpdatePlan,
     hash_of,
     is_sharded,
-    lies_over,
     like,
-    other_shards,
     parameters_of,
     planned,
     uncompiled,
 )
-from interlace.optim.loading import refuse_removed
+from interlace.optim.loading import ParamGroup, State
 from interlace.optim.untraced import eager
 from interlace.options import Options
 
@@ -90,10 +88,10 @@ class LayerWise:
     """An optimizer whose parameters have owners, one rank of `mesh` each.
 
     `optimizer`: has updated nothing yet, or has state for all parameters. It updates each parameter
-    by itself, and finds them in its `param_groups`, or those of optimizers that it holds in
-    attributes and lists (parts of it, with its attributes, update bucket by bucket). Each parameter
-    stands in `module`, which every rank of `mesh` has alike (a gather at the start makes weights
-    equal). The Parameters become views of flat buffers, and frozen ones may be unfrozen later.
+    by itself, and finds them in its `param_groups` (parts of it, with its attributes, update bucket
+    by bucket; one that holds other optimizers updates all at once). Each parameter stands in
+    `module`, which every rank of `mesh` has alike (a gather at the start makes weights equal). The
+    Parameters become views of flat buffers, and frozen ones may be unfrozen later.
     `mesh`: one dimension, whose ranks all do the same. Every rank of the job makes its own
     together.
 
@@ -161,12 +159,6 @@ class LayerWise:
             )
         plan = planned(optimizer, params, mesh, bucket_bytes)
         self._plan, self._pipeline = plan, None
-        self._other_shards = other_shards(plan.params, mesh) if plan.in_place else {}
-        self._apart = [
-            is_sharded(param) and (not plan.in_place or lies_over(param, mesh))
-            for param in plan.params
-        ]
-        """True for each Parameter of which the ranks of `norms` hold different parts."""
         if plan.in_place:
             overlap = chosen.overlap and overlap_param_gather
             self._pipeline = ShardPipeline(optimizer, params, mesh, bucket_bytes, overlap)
@@ -230,7 +222,7 @@ class LayerWise:
         self._weights.start_rest(wait=True)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[ParamGroup]:
         """The optimizer's."""
         return self.optimizer.param_groups
 
@@ -314,19 +306,10 @@ class LayerWise:
         """The norm of the gradients of all ranks, shards included; see `clip_grad_norm_`."""
         norms, grads = self._shared["norms"].zero_(), self._reduced_grads()
         shard, shards = self._plan.shard, self._plan.shards
-        own = norms.new_zeros(len(self._acting))
-        for number, acting in enumerate(self._acting):
-            if (grad := grads.get(acting)) is not None:
-                own[number] = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
-        for group, numbers in self._other_shards.items():
-            places = [*numbers]
-            parts = norms.new_empty(group.size() * len(places))
-            dist.all_gather_into_tensor(parts, own[places], group)
-            parts = parts.view(group.size(), len(places))
-            own[places] = torch.linalg.vector_norm(parts, norm_type, dim=0)
-        for number, apart in enumerate(self._apart):
-            if shard == 0 or apart:
-                norms[number * shards + shard] = own[number]
+        for number, (acting, param) in enumerate(zip(self._acting, self._plan.params, strict=True)):
+            if (grad := grads.get(acting)) is not None and (shard == 0 or is_sharded(param)):
+                own = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
+                norms[number * shards + shard] = own
         self._share("norms")
         return torch.linalg.vector_norm(norms, norm_type)
 
@@ -345,7 +328,7 @@ class LayerWise:
             return {p: local(g) for p, g in grads if self._owned[p].requires_grad}
         return {param: local(param.grad) for param in self._owned if param.grad is not None}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The options of all groups, and the state of what this rank owns, by Parameters' names.
 
         `torch.distributed.checkpoint` saves and loads it as it is, on any number of ranks: each
@@ -355,7 +338,7 @@ class LayerWise:
         self.synchronize()
         return saved(self.optimizer, self._owned, self._names)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Loads what `state_dict` gave, then gathers all weights from their owners. Collective.
 
         OptimizerError for a state that was saved with other owners, which is to be loaded by

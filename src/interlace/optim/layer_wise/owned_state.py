@@ -7,7 +7,6 @@ load(optimizer, owned, names, found, rank, complete=True)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,12 +15,13 @@ from torch.optim import Optimizer
 from interlace.errors import OptimizerError
 from interlace.optim.layer_wise.bucket_update import BucketUpdate
 from interlace.optim.layer_wise.flat_weights import shown
+from interlace.optim.loading import State
 
 Owned = Mapping[nn.Parameter, nn.Parameter]
 Names = Mapping[nn.Parameter, str]
 
 
-def saved(optimizer: Optimizer, owned: Owned, names: Names) -> dict[str, Any]:
+def saved(optimizer: Optimizer, owned: Owned, names: Names) -> State:
     """Options of all groups, and the state of what is owned: where there is none, that of a first
     step.
     """
@@ -42,7 +42,7 @@ def load(
     optimizer: Optimizer,
     owned: Owned,
     names: Names,
-    state_dict: Mapping[str, Any],
+    state_dict: State,
     rank: int,
     *,
     complete: bool,
@@ -89,9 +89,14 @@ def _begin_state(optimizer: Optimizer, owned: Owned) -> list[nn.Parameter]:
     if not fresh or any(optimizer.state.get(param) for param in fresh):
         return []
     weights, grads = [param.clone() for param in fresh], [param.grad for param in fresh]
+    rates = [(group, group["lr"]) for group in optimizer.param_groups if group.get("use_muon")]
+    for group, _ in rates:
+        group["lr"] = 0.0  # at which Muon takes parts of matrices
     try:
         BucketUpdate(optimizer, owned)({param: torch.zeros_like(param) for param in fresh})
     finally:
+        for group, rate in rates:
+            group["lr"] = rate
         for param, weight, grad in zip(fresh, weights, grads, strict=True):
             param.copy_(weight)
             param.grad = grad

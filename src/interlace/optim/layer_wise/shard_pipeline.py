@@ -48,6 +48,7 @@ from interlace.optim.layer_wise.bucket_update import give_back, step_between
 from interlace.optim.layer_wise.flat_weights import shown
 from interlace.optim.layer_wise.ownership import BucketPlan, ParameterCost, placed
 from interlace.optim.layer_wise.update_plan import lies_over
+from interlace.optim.loading import Group
 from interlace.optim.muon.optimizer import Muon
 from interlace.optim.muon.update import (
     adjusted_lr,
@@ -64,12 +65,12 @@ from interlace.torch_private import foreach_copy_, foreach_lerp
 
 SLOTS = 3
 """Buckets on the way at once: one goes to its owners, one is theirs, and one comes back."""
-PLAIN: Mapping[str, Any] = {
+PLAIN: Group = {
     "split_sizes": None, "head_dim": None,
     "batched": False, "symmetric": False, "gram_variant": False,
 }  # fmt: skip
 """The options of Muon with which it is torch.optim.Muon."""
-Groups = Mapping[Tensor, Mapping[str, Any]]
+Groups = Mapping[Tensor, Group]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ class ShardedMatrix:
     whole: Tensor | None
     """On the owner: [ranks, elements of a padded shard], bfloat16."""
 
-    def subtract(self, group: Mapping[str, Any]) -> None:
+    def subtract(self, group: Group) -> None:
         """Subtracts this rank's part from the weights, each matrix inside by its learning rate."""
         own, (rows, columns), at = local(self.param), self.param.shape, 0
         for size in cuts(rows, group):

@@ -40,7 +40,7 @@ Note [Gram variant]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -61,42 +61,12 @@ STEEP = 8.0
 """The square is completed for smaller |b|."""
 STEP = 128
 """A multiple of the columns that each of the kernel's configurations takes at a time."""
-FORMER_SETS: Mapping[str, tuple[Triple, ...]] = {
-    "simple": ((3.4445, -4.7750, 2.0315),),
-    "quintic": (
-        (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
-        (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012),
-    ),
-    "polar_express": (
-        (8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250),
-        (3.2856, -2.4153, 0.4853), (2.2779, -1.6198, 0.3985), (1.8726, -1.2307, 0.3585),
-        (1.8564, -1.2132, 0.3568), (1.8750, -1.2500, 0.3750),
-    ),
-    "cans": (
-        (8.4703, -25.1081, 18.6293), (4.1828, -3.1087, 0.5806), (3.9619, -2.9541, 0.5630),
-        (3.2866, -2.4647, 0.5074), (2.2737, -1.6447, 0.4162),
-    ),
-    "aol": (
-        (4.0098, -7.0585, 2.4635), (3.4585, -5.5479, 2.5959), (2.7573, -3.2939, 1.4254),
-        (2.7215, -3.0494, 1.3169),
-    ),
-    "deepseekv4": (*[(3.4445, -4.7750, 2.0315)] * 8, *[(2.0, -1.5, 0.5)] * 2),
-}  # fmt: skip
-"""Sets that had names in former releases, for messages alone."""
-CYCLED = ("quintic", "aol")
-"""Sets that began anew after their last triple; of the others it was repeated."""
 
 
 def coefficients(given: object, steps: int) -> tuple[Triple, ...]:
     """Coefficients of each step: from one triple for all, or a sequence of triples, whose last
     is repeated. Raises OptimizerError for anything else.
     """
-    if isinstance(given, str) and given in FORMER_SETS:
-        raise OptimizerError(
-            f"ns_coefficients={given!r}: sets have no names any more. fix: give the numbers of "
-            "this one, also in the param_groups of a checkpoint: ns_coefficients="
-            f"{former_set(given, steps)}"
-        )
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise OptimizerError(
             f"ns_coefficients={given!r}: give three numbers, or a sequence of three for each step"
@@ -106,14 +76,6 @@ def coefficients(given: object, steps: int) -> tuple[Triple, ...]:
         raise OptimizerError(f"ns_coefficients={given!r}: three numbers (a, b, c) a step")
     numbers = [(float(a), float(b), float(c)) for a, b, c in triples]
     return tuple(numbers[min(step, len(numbers) - 1)] for step in range(steps))
-
-
-def former_set(name: str, steps: int) -> tuple[Triple, ...]:
-    """The numbers of a set of a former release, for that many steps."""
-    triples = FORMER_SETS[name]
-    if name not in CYCLED:
-        return triples
-    return tuple(triples[step % len(triples)] for step in range(steps))
 
 
 def orthogonalize(

@@ -9,17 +9,17 @@ loss.backward(); optimizer.step(); optimizer.zero_grad()
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from interlace.errors import OptimizerError
+from interlace.errors import OptimizerError, refuse_removed
 from interlace.optim.adam.state import KEPT, fit
 from interlace.optim.adamw import AdamW, own_options
-from interlace.optim.loading import KeepsStates, refuse_removed
+from interlace.optim.loading import Group, KeepsStates, ParamGroup, State
 from interlace.optim.muon.newton_schulz import coefficients, flops
 from interlace.optim.muon.routing import explain_groups
 from interlace.optim.muon.update import (
@@ -72,7 +72,7 @@ class Muon(KeepsStates):
 
     A parameter is Muon's unless its group says `use_muon=False`; `muon_groups(model)` makes such
     groups by rules, and `explain` shows them. All options may be set per group. DTensors whose
-    shards are not whole matrices are gathered, and made orthogonal by every rank. Loading takes
+    shards are not whole matrices need `interlace.optim.LayerWise`. Loading takes
     torch.optim.Muon's state too.
     Errors are OptimizerError (a ValueError).
     """
@@ -96,7 +96,7 @@ class Muon(KeepsStates):
         batched: bool = True,
         symmetric: bool = True,
         gram_variant: bool = False,
-        adamw: Mapping[str, Any] | None = None,
+        adamw: Group | None = None,
         **removed: object,
     ) -> None:
         refuse_removed("Muon", removed, REMOVED)
@@ -107,7 +107,7 @@ class Muon(KeepsStates):
         check_muon(defaults)
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Adds a group as torch.optim does; raises OptimizerError for what cannot be served."""
         if not param_group.get("use_muon", True):
             for name, value in {**ADAMW_DEFAULTS, **self._adamw_options}.items():
@@ -125,7 +125,7 @@ class Muon(KeepsStates):
             self.param_groups.pop()
             raise
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         """Returns the state that pickling and copying keep."""
         return {**super().__getstate__(), "_adamw_options": self._adamw_options}
 
@@ -141,7 +141,7 @@ class Muon(KeepsStates):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        others: list[dict[str, Any]] = []
+        others: list[ParamGroup] = []
         for group in self.param_groups:
             if group["use_muon"]:
                 step_group(group, self.state)
@@ -156,7 +156,7 @@ class Muon(KeepsStates):
         (the rule of `muon_groups`, or the group's option).
         """
 
-        def cut(param: Tensor, group: Mapping[str, Any]) -> str:
+        def cut(param: Tensor, group: Group) -> str:
             shapes = Counter(tuple(m.shape) for m in _cut(param, group))
             if list(shapes.items()) == [(tuple(param.shape), 1)]:
                 return "Muon"
@@ -185,7 +185,7 @@ class Muon(KeepsStates):
         group = self._group_of(parameter)
         return group["use_muon"] and not in_whole_matrices(parameter, group)
 
-    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
+    def _group_of(self, parameter: Tensor) -> ParamGroup:
         for group in self.param_groups:
             if any(parameter is each for each in group["params"]):
                 return group
@@ -193,7 +193,7 @@ class Muon(KeepsStates):
             f"a parameter of shape {tuple(parameter.shape)} is in no group of this optimizer"
         )
 
-    def _adamw_of(self, groups: list[dict[str, Any]]) -> AdamW:
+    def _adamw_of(self, groups: list[ParamGroup]) -> AdamW:
         """An AdamW that has these very groups, and their states in this optimizer's."""
         held = self._adamw.param_groups if self._adamw is not None else []
         if self._adamw is None or list(map(id, held)) != list(map(id, groups)):
@@ -201,7 +201,7 @@ class Muon(KeepsStates):
         self._adamw.state = self.state
         return self._adamw
 
-    def _check_loaded(self, own: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    def _check_loaded(self, own: Group, group: Group) -> None:
         if group.get("use_muon", own["use_muon"]) != own["use_muon"]:
             raise OptimizerError(
                 f"a group has use_muon={own['use_muon']} here and {group['use_muon']} in the "
@@ -211,7 +211,7 @@ class Muon(KeepsStates):
             loaded = {**own, **group}
             coefficients(loaded["ns_coefficients"], loaded["ns_steps"])
 
-    def _fit(self, name: str, value: Any, param: Tensor, group: Mapping[str, Any]) -> Any:
+    def _fit(self, name: str, value: Any, param: Tensor, group: Group) -> Any:
         if not group["use_muon"]:
             return fit(name, value, param, group)
         return value.to(param.device) if isinstance(value, Tensor) else value
@@ -220,16 +220,16 @@ class Muon(KeepsStates):
         self._adamw: AdamW | None = None
 
 
-ADAMW_DEFAULTS: Mapping[str, Any] = AdamW([torch.empty(0)]).defaults
+ADAMW_DEFAULTS: Group = AdamW([torch.empty(0)]).defaults
 """The options of groups with use_muon=False."""
 
 
-def _cut(param: Tensor, group: Mapping[str, Any]) -> list[Tensor]:
+def _cut(param: Tensor, group: Group) -> list[Tensor]:
     """The matrices of a parameter, without memory."""
     return matrices(torch.empty(param.shape, device="meta"), group)
 
 
-def check_muon(group: Mapping[str, Any]) -> None:
+def check_muon(group: Group) -> None:
     """Raises OptimizerError for options that cannot be."""
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import Tensor, nn
 
+from interlace.optim.loading import Group, ParamGroup
 from interlace.torch_private import ConvNd
 
 HEADS = ("lm_head", "head", "output", "output_layer", "embed_out", "classifier", "score")
@@ -49,8 +49,8 @@ def rule_of(
 
 def muon_groups(
     model: nn.Module,
-    options: Mapping[str, Mapping[str, Any]] | None = None,
-) -> list[dict[str, Any]]:
+    options: Mapping[str, Group] | None = None,
+) -> list[ParamGroup]:
     """Parameter groups of `Muon` with the names of all parameters of a model; a shared parameter
     is in the first place that it is found in.
 
@@ -61,7 +61,7 @@ def muon_groups(
     modules = dict(model.named_modules())
     tables = [m.weight.shape for m in modules.values() if isinstance(m, nn.Embedding)]
     table = tuple(max(tables, default=(0, 0)))
-    groups: dict[tuple[str, str | None], dict[str, Any]] = {}
+    groups: dict[tuple[str, str | None], ParamGroup] = {}
     for name, param in model.named_parameters():
         module = modules[name.rpartition(".")[0]]
         use_muon, why = rule_of(name, tuple(param.shape), module, table)
@@ -75,9 +75,7 @@ def muon_groups(
     return list(groups.values())
 
 
-def explain_groups(
-    groups: Sequence[Mapping[str, Any]], cut: Callable[[Tensor, Mapping[str, Any]], str]
-) -> str:
+def explain_groups(groups: Sequence[Group], cut: Callable[[Tensor, Group], str]) -> str:
     """A line for each parameter: by what it is updated, its name, shape, how it is cut, and why."""
     rows: list[tuple[str, str, str, str]] = []
     counts = {True: [0, 0], False: [0, 0]}

@@ -10,26 +10,28 @@ Note [A copy]
 
 Note [DTensors]
     Momentum is sharded as the gradient is. Where a shard has whole matrices (experts, or heads of
-    `head_dim`), it is updated by itself. Else the update is gathered, every rank makes the whole
-    matrix orthogonal, which gives all of them the same bits, and keeps its own part.
+    `head_dim`), it is updated by itself. Other shards are LayerWise's, which brings whole matrices
+    to one rank each. At a learning rate of 0 their momentum is averaged here, and no more: by such
+    a step torch.distributed.checkpoint makes states.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from interlace.errors import OptimizerError
 from interlace.kernels.gemm.support import ALIGNMENT, LIMIT
 from interlace.optim.adam.state import local
 from interlace.optim.grad_accumulator import placed_grad
+from interlace.optim.loading import Group, State
 from interlace.optim.muon.newton_schulz import coefficients, orthogonalize, reads_columns, runs_on
 from interlace.torch_private import (
     foreach_add_,
@@ -48,7 +50,7 @@ LARGE = 1 << 20
 Matrices = Sequence[Tensor]
 
 
-def adjusted_lr(group: Mapping[str, Any], rows: int, columns: int) -> float:
+def adjusted_lr(group: Group, rows: int, columns: int) -> float:
     """The learning rate of a matrix of that size; see `Muon`."""
     if group["adjust_lr_fn"] == "match_rms_adamw":
         ratio = 0.2 * math.sqrt(max(rows, columns))
@@ -59,14 +61,14 @@ def adjusted_lr(group: Mapping[str, Any], rows: int, columns: int) -> float:
     return float(group["lr"] * ratio)  # a tensor's arithmetic is fp32, as in torch.optim
 
 
-def cuts(size: int, group: Mapping[str, Any]) -> list[int]:
+def cuts(size: int, group: Group) -> list[int]:
     """The rows of each matrix that so many rows are cut into."""
     if group["head_dim"]:
         return [group["head_dim"]] * (size // group["head_dim"])
     return list(group["split_sizes"] or (size,))
 
 
-def matrices(tensor: Tensor, group: Mapping[str, Any]) -> list[Tensor]:
+def matrices(tensor: Tensor, group: Group) -> list[Tensor]:
     """Views of the matrices that a parameter, or what is shaped as it, is cut into."""
     parts = cuts(tensor.shape[-2], group)
     whole = [tensor]
@@ -75,7 +77,7 @@ def matrices(tensor: Tensor, group: Mapping[str, Any]) -> list[Tensor]:
     return [part for each in whole for part in (each.split(parts) if parts[1:] else (each,))]
 
 
-def check_cut(shape: torch.Size, group: Mapping[str, Any]) -> None:
+def check_cut(shape: torch.Size, group: Group) -> None:
     """Raises OptimizerError where a parameter of that shape cannot be cut as its group says."""
     if len(shape) < 2:
         raise OptimizerError(
@@ -96,24 +98,29 @@ def check_cut(shape: torch.Size, group: Mapping[str, Any]) -> None:
         )
 
 
-def step_group(group: Mapping[str, Any], states: MutableMapping[Any, Any]) -> None:
+def step_group(group: Group, states: MutableMapping[Tensor, State]) -> None:
     """Updates the parameters of the group that have gradients."""
     params = [param for param in group["params"] if param.grad is not None and param.numel()]
     if not params:
         return
+    parts = {param for param in params if is_part(param, group)}
+    if parts and float(group["lr"]):
+        raise OptimizerError(
+            f"a parameter of shape {tuple(min(p.shape for p in parts))} is sharded in parts of "
+            "matrices, and Muon needs whole ones. fix: interlace.optim.LayerWise(optimizer, "
+            "module, mesh), over the data-parallel mesh, where one rank has each; or a group with "
+            "use_muon=False"
+        )
     grads, moments = grads_and_moments(params, group, states)
     alike: defaultdict[tuple[Any, ...], list[tuple[Tensor, ...]]] = defaultdict(list)
     for param, grad, moment in zip(params, grads, moments, strict=True):
-        if isinstance(param, DTensor) and not in_whole_matrices(param, group):
+        if param in parts:
             average([grad], [moment], group)
-            decay([local(param)], group)
-            update = grad.lerp(moment, group["momentum"]) if group["nesterov"] else moment
-            update_sharded(param, update, group)
             continue
-        parts = [local(t.detach()) for t in (param, grad, moment)]
-        if not parts[0].numel():
+        held = [local(t.detach()) for t in (param, grad, moment)]
+        if not held[0].numel():
             continue
-        for entry in zip(*(matrices(part, group) for part in parts), strict=True):
+        for entry in zip(*(matrices(part, group) for part in held), strict=True):
             key = param.device, param.dtype, grad.dtype, entry[0].shape
             alike[key].append(entry)
     for entries in alike.values():
@@ -122,9 +129,7 @@ def step_group(group: Mapping[str, Any], states: MutableMapping[Any, Any]) -> No
             update_stack(targets[few], slopes[few], buffers[few], group)
 
 
-def update_stack(
-    targets: Matrices, grads: Matrices, moments: Matrices, group: Mapping[str, Any]
-) -> None:
+def update_stack(targets: Matrices, grads: Matrices, moments: Matrices, group: Group) -> None:
     """Updates matrices of one shape. Large ones, on a GPU, in one pass over memory before the
     iteration and one after it.
     """
@@ -149,7 +154,7 @@ def update_stack(
         foreach_add_([*targets], [*made], alpha=alpha)
 
 
-def passes_once(tensors: Matrices, group: Mapping[str, Any]) -> bool:
+def passes_once(tensors: Matrices, group: Group) -> bool:
     """True if the elementwise kernels take these, and a launch for each is worth it."""
     return (
         LARGE <= tensors[0].numel() < LIMIT
@@ -161,7 +166,14 @@ def passes_once(tensors: Matrices, group: Mapping[str, Any]) -> bool:
     )
 
 
-def in_whole_matrices(param: DTensor, group: Mapping[str, Any]) -> bool:
+def is_part(param: Tensor, group: Group) -> bool:
+    """True for a shard that is a part of a matrix; see Note [DTensors]."""
+    if not isinstance(param, DTensor) or local(param).shape == param.shape:
+        return False
+    return not in_whole_matrices(param, group)
+
+
+def in_whole_matrices(param: DTensor, group: Group) -> bool:
     """True if each shard consists of whole matrices; see Note [DTensors]."""
     rows, head = param.ndim - 2, group["head_dim"]
     for axis, placement in enumerate(param.placements):
@@ -177,7 +189,7 @@ def in_whole_matrices(param: DTensor, group: Mapping[str, Any]) -> bool:
 
 
 def grads_and_moments(
-    params: Sequence[Tensor], group: Mapping[str, Any], states: MutableMapping[Any, Any]
+    params: Sequence[Tensor], group: Group, states: MutableMapping[Tensor, State]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The gradients, in the momentum's dtype, and the momentum."""
     grads = [*map(checked_grad, params)]
@@ -185,17 +197,17 @@ def grads_and_moments(
     return [grad.to(moment.dtype) for grad, moment in zip(grads, moments, strict=True)], moments
 
 
-def average(grads: Matrices, moments: Matrices, group: Mapping[str, Any]) -> None:
+def average(grads: Matrices, moments: Matrices, group: Group) -> None:
     """Averages momentum with the gradients, in place."""
     foreach_lerp_([*map(local, moments)], [*map(local, grads)], 1 - group["momentum"])
 
 
-def decay_factor(group: Mapping[str, Any]) -> float:
+def decay_factor(group: Group) -> float:
     """Factor by which weight decay multiplies weights."""
     return float(1 - group["lr"] * group["weight_decay"])
 
 
-def decay(tensors: Matrices, group: Mapping[str, Any]) -> None:
+def decay(tensors: Matrices, group: Group) -> None:
     """Decays weights, in few launches on a GPU. On CPUs foreach rounds the factor to bfloat16."""
     factor = decay_factor(group)
     if tensors[0].is_cuda:
@@ -217,7 +229,7 @@ def checked_grad(param: Tensor) -> Tensor:
     return placed_grad(param)
 
 
-def momentum_of(param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+def momentum_of(param: Tensor, grad: Tensor, state: State) -> Tensor:
     """The buffer, made where there is none. Raises OptimizerError for one of another shape."""
     if "momentum_buffer" not in state:
         state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
@@ -237,7 +249,7 @@ def batches(targets: Matrices, batched: bool) -> Iterator[slice]:
     return (slice(at, at + most) for at in range(0, len(targets), most))
 
 
-def orthogonal(updates: Matrices, group: Mapping[str, Any]) -> Tensor:
+def orthogonal(updates: Matrices, group: Group) -> Tensor:
     """The updates, of one shape, made orthogonal: one matrix or a stack of them, bfloat16."""
     squares: Tensor | None = None
     kernel = group["symmetric"] and runs_on(updates[0].device)
@@ -254,7 +266,7 @@ def orthogonal(updates: Matrices, group: Mapping[str, Any]) -> Tensor:
     return orthogonal_stack(x, squares, group)
 
 
-def orthogonal_stack(x: Tensor, squares: Tensor | None, group: Mapping[str, Any]) -> Tensor:
+def orthogonal_stack(x: Tensor, squares: Tensor | None, group: Group) -> Tensor:
     """The same of a stack of matrices, bfloat16, which may be overwritten; `squares` of their norms
     where they are known.
     """
@@ -273,19 +285,3 @@ def orthogonal_stack(x: Tensor, squares: Tensor | None, group: Mapping[str, Any]
         squares=squares,
     )
     return x.mT if tall else x
-
-
-def update_sharded(param: DTensor, update: Tensor, group: Mapping[str, Any]) -> None:
-    """A DTensor's part of the update of the whole; see Note [DTensors]."""
-    assert isinstance(update, DTensor)
-    whole = update.full_tensor()
-    scaled: dict[float, Tensor] = {}
-    for at, matrix in enumerate(matrices(whole, group)):
-        alpha = -adjusted_lr(group, *matrix.shape)
-        if alpha not in scaled:
-            scaled[alpha] = torch.zeros(whole.shape, dtype=torch.bfloat16, device=whole.device)
-        matrices(scaled[alpha], group)[at].copy_(orthogonal([matrix], group))
-    mesh = param.device_mesh
-    for alpha, made in scaled.items():
-        everywhere = DTensor.from_local(made, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        param.add_(everywhere.redistribute(mesh, param.placements), alpha=alpha)
