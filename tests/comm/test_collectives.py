@@ -24,9 +24,10 @@ from interlace.comm import (
     staged_nbytes,
     team_of,
 )
-from interlace.comm.collectives import Run, nothing
+from interlace.comm.collectives import Run, nothing, reduce_into
 from interlace.errors import UnsupportedError
 from interlace.ir import KINDS
+from interlace.kernels import sum_slots
 from interlace.verify.in_place import COLLECTIVES
 
 TIMEOUT_S = 20.0
@@ -229,6 +230,28 @@ def test_peer_reduces_in_rank_order(pool: Pool, seed: int) -> None:
     for rank in range(4):
         total += torch.randn(1000, generator=torch.Generator().manual_seed(seed + rank)) * 1e3
     assert all(torch.equal(result, total) for result in results)
+
+
+FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.mark.parametrize("dtype", [*FLOAT8, torch.bfloat16], ids=str)
+def test_narrow_floats_add_up_in_fp32(dtype: torch.dtype, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    slots = torch.randn(3, 5, 8, generator=generator).to(dtype)
+    wide = slots.float()
+    total = wide[0] + wide[1] + wide[2]
+    assert torch.equal(sum_slots(slots).float(), total.to(dtype).float())
+    out = torch.empty_like(slots[0])
+    for reduce, wanted in {
+        "sum": total,
+        "avg": total / 3,
+        "prod": wide[0] * wide[1] * wide[2],
+        "min": wide.amin(0),
+        "max": wide.amax(0),
+    }.items():
+        reduce_into(out, list(slots), reduce)
+        assert torch.equal(out.float(), wanted.to(dtype).float()), reduce
 
 
 def test_what_stands_for_nothing_is_made_once_and_has_no_memory() -> None:

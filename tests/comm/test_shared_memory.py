@@ -196,6 +196,17 @@ def test_a_process_is_alive_until_it_ends() -> None:
     assert PeerProcess.of(child.pid, started).alive(), "what cannot be seen counts as alive"
 
 
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfds")
+def test_a_forgotten_watcher_leaves_no_descriptor() -> None:
+    before = descriptors()
+    lives = [PeerProcess.of(*identity()) for _ in range(8)]
+    assert all(life.alive() for life in lives)
+    if descriptors() == before:
+        pytest.skip("this system lets no process be watched")
+    del lives
+    assert descriptors() == before
+
+
 def test_a_process_whose_entry_cannot_be_read_counts_as_alive() -> None:
     """So it is where this process may open no more files."""
     me = identity()

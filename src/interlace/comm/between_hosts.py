@@ -138,11 +138,11 @@ class HostsControl(Control):
 
     def _post(self, gloo: Backend, contacts: Contacts) -> None:
         for peer in contacts.targets:
-            given = torch.frombuffer(bytearray(self._head()), dtype=torch.uint8)
+            head = torch.frombuffer(bytearray(self._head()), dtype=torch.uint8)
             sent = self._given.setdefault(peer, deque())
             if len(sent) == MOST_HEADS:
                 sent.popleft()[1].wait()  # bounded by gloo's own time-out
-            sent.append((given, gloo.send([given], peer, HEAD_TAG)))
+            sent.append((head, gloo.send([head], peer, HEAD_TAG)))
         for peer in contacts.sources:
             room = torch.empty(HEAD.size, dtype=torch.uint8)
             self._posted[peer] = room, gloo.recv([room], peer, HEAD_TAG)
@@ -218,10 +218,6 @@ class HostsControl(Control):
             )
         self._met[peer] = self.run
 
-    def check(self) -> None:
-        if (error := self.heard()) is not None:
-            raise error
-
     def _check_absent(self) -> None:
         """Also whether a peer that has not begun this run waits for this rank in a meeting."""
         self.check()
@@ -268,21 +264,9 @@ class HostsControl(Control):
         if self._mine[ERROR] != RESETTING:
             cut(self._gloo())
 
-    def attend(self, meeting: str) -> None:
-        super().attend(meeting)
-        self._publish()
-
     def resetting(self) -> int | None:
         self._look()
         return super().resetting()
-
-    def begin_reset(self) -> None:
-        super().begin_reset()
-        self._publish()
-
-    def give_up_reset(self, error: BaseException) -> None:
-        super().give_up_reset(error)
-        self._publish()
 
     def reset(self, run: int) -> None:
         super().reset(run)
@@ -343,19 +327,13 @@ class HostsControl(Control):
         return f"{super()._who(member)} on host {self._hosts[member]}"
 
     def _stand(self, member: int) -> str:
-        host = f"on host {self._hosts[member]}"
-        if member not in self._heard:
-            run = self._mine[ENTERED]
-            if self._met[member] == run:
-                return (
-                    f"{host} is in run {run}, and does not answer: an op stalls it, or its host "
-                    "cannot be reached"
-                )
-            return (
-                f"{host} does not answer: it has not come to run {run}, is stalled, or its host "
-                "cannot be reached"
-            )
-        return f"{host} {super()._stand(member)}"
+        host, run = f"on host {self._hosts[member]}", self.run
+        if member in self._heard:
+            return f"{host} {super()._stand(member)}"
+        why = "its host cannot be reached"
+        if self._met[member] == run:
+            return f"{host} is in run {run}, and does not answer: an op stalls it, or {why}"
+        return f"{host} does not answer: it has not come to run {run}, is stalled, or {why}"
 
     def _publish(self) -> None:
         """Leaves this rank's block in the store, for who looks."""

@@ -116,6 +116,10 @@ class Control:
         mark = zlib.crc32(meeting.encode())
         self._mine[ATTENDS] = mark
         self._attended = mark or self._attended
+        self._publish()
+
+    def _publish(self) -> None:
+        """Nothing: the peers read these cells."""
 
     def _check_attends(self, peer: int) -> bool:
         """Raises where the peer waits in a meeting that this rank has not come to."""
@@ -252,7 +256,7 @@ class Control:
         return True
 
     def check(self) -> None:
-        if (error := self.failure()) is not None:
+        if (error := self.heard()) is not None:
             raise error
 
     @property
@@ -357,12 +361,14 @@ class Control:
         first = self.ranks[self.me] if first is None else first
         self._mine[RESETS] = first + 1
         self.fail(called_reset(first), RESETTING)
+        self._publish()
 
     def give_up_reset(self, error: BaseException) -> None:
         """If this rank is in reset(), it leaves by an error: the team stays out of order."""
         if self._mine[RESETS]:
             self._mine[RESETS] = 0
             self.fail(error)
+            self._publish()
 
     def reset(self, run: int) -> None:
         """Forgets this rank's own words, between two barriers. Runs count on from `run`, the

@@ -181,7 +181,7 @@ class TeamComm:
         """True if it was neither reset nor released since then, and no rank of it has stopped."""
         return self.resets == resets and self._control is control and control.quiet()
 
-    def found(self) -> None:
+    def name_topics(self) -> None:
         """Its processes have met: from now on its notes have a place."""
         self.topic = f"{self.key}/{self.party.name}"
         self.slots.topic = f"{self.topic}/slots"
@@ -306,14 +306,14 @@ class TeamComm:
                 self._cuda.drain(timeout_s)
             for user in list(self._users):
                 user.leave()  # they are bound anew before their next run
-            mine = {"run": self.control.run, "renew": renew or self.control.failed}
-            mine["resets"] = counts[self.key]
+            own = {"run": self.control.run, "renew": renew or self.control.failed}
+            own["resets"] = counts[self.key]
             before = self.resets
             self.resets = self.board.round(f"{self.topic}/reset", before)  # runs of before are past
             topic = f"{self.topic}/reset/{self.resets}"
             try:
-                told = self.board.exchange(topic, mine, timeout_s)
-                renew = any(note["renew"] for note in told)
+                notes = self.board.exchange(topic, own, timeout_s)
+                renew = any(note["renew"] for note in notes)
                 if renew:
                     self._connections.end(timeout_s)
             except BaseException as error:
@@ -324,8 +324,8 @@ class TeamComm:
                 self.control.give_up_reset(error)
                 raise
             try:
-                counts[self.key] = 1 + max(note["resets"] for note in told)
-                self.control.reset(max(note["run"] for note in told))
+                counts[self.key] = 1 + max(note["resets"] for note in notes)
+                self.control.reset(max(note["run"] for note in notes))
                 self.slots.reset()
                 if self._cuda is not None:
                     self._cuda.reset()

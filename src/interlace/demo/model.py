@@ -162,14 +162,11 @@ class Transformer(nn.Module):
         self.output = nn.Linear(config.dim, config.vocabulary, bias=False)
         table = rotary_table(config.sequence, config.head_dim)
         self.register_buffer("table", table, persistent=False)
+        depth = (2 * config.layers) ** -0.5
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
-                depth = (
-                    (2 * config.layers) ** -0.5
-                    if name.endswith(("wo.weight", "down.weight"))
-                    else 1.0
-                )
-                nn.init.normal_(weight, std=0.02 * depth)
+                last = name.endswith(("wo.weight", "down.weight"))
+                nn.init.normal_(weight, std=0.02 * (depth if last else 1.0))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of the byte that follows each of `tokens`."""

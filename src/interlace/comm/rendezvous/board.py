@@ -480,7 +480,7 @@ def meet(teams: Sequence[TeamComm], what: str, timeout_s: float) -> None:
     finally:
         for team in new:
             if team.party.name:
-                team.found()
+                team.name_topics()
         for team in (team for team in teams if why and team.topic):
             with contextlib.suppress(InterlaceError):
                 number = team.board.round(f"{team.topic}/prepare", team.num_prepared)
