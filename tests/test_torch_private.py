@@ -170,12 +170,6 @@ def forward_level() -> bool:
         return before < 0 <= private.forward_ad_level()
 
 
-def profiler() -> bool:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        inside = private.is_profiler_enabled()
-    return inside and not private.is_profiler_enabled()
-
-
 def without_subclass() -> bool:
     class Loud(torch.Tensor):
         @classmethod
@@ -247,32 +241,39 @@ def allocates() -> bool:
     return allocate is None or allocate((2,), (1,), torch.float32).shape == (2,)
 
 
+def process_groups() -> bool:
+    return groups(dist.HashStore())
+
+
+SHARED: dict[Callable[[], bool], str] = {
+    fakes: "FakeTensor FakeTensorMode detect_fake_mode unset_fake_temporarily",
+    foreach: "foreach_add_ foreach_copy_ foreach_lerp foreach_lerp_ foreach_mul_",
+    process_groups: "backend_of backends_of default_group default_store flight_records "
+    "is_process_group process_groups resolve_process_group uses_agents_store",
+    contexts: "TracingContext tracing",
+    under_autocast: "DisableAutocast is_any_autocast_enabled",
+}
+"""Checks of several names."""
 add = torch.ops.aten.add.Tensor
 CHECKS: dict[ModuleType, dict[str, Callable[[], Any]]] = {
     private: {
+        **{name: check for check, names in SHARED.items() for name in names.split()},
         "ConvNd": lambda: isinstance(nn.Conv2d(1, 1, 1), private.ConvNd),
         "DataDependentOutputException": lambda: issubclass(
             private.DataDependentOutputException, Exception
         ),
-        "DisableAutocast": under_autocast,
         "DisableTorchFunctionSubclass": without_subclass,
         "DynamicOutputShapeException": lambda: issubclass(
             private.DynamicOutputShapeException, Exception
         ),
-        "FakeTensor": fakes,
-        "FakeTensorMode": fakes,
         "FunctionalTensor": lambda: issubclass(private.FunctionalTensor, torch.Tensor),
         "HigherOrderOperator": lambda: (
             isinstance(torch.cond, object) and has(private.HigherOrderOperator, "__call__")
         ),
         "OpOverload": lambda: isinstance(add, private.OpOverload),
         "OpOverloadPacket": lambda: isinstance(torch.ops.aten.add, private.OpOverloadPacket),
-        "TracingContext": contexts,
         "abort_process_group": lambda: aborts(dist.HashStore()),
-        "all_op_names": lambda: "aten::add.Tensor" in private.all_op_names(),
         "are_functorch_transforms_active": under_functorch,
-        "backend_of": lambda: groups(dist.HashStore()),
-        "backends_of": lambda: groups(dist.HashStore()),
         "cuda_device": on_gpus("_cuda_getDevice"),
         "cuda_raw_stream": on_gpus("_cuda_getCurrentRawStream"),
         "cuda_sleep": lambda: callable(torch.cuda._sleep),
@@ -280,43 +281,27 @@ CHECKS: dict[ModuleType, dict[str, Callable[[], Any]]] = {
         "current_graph_task_id": lambda: (
             in_backward(private.current_graph_task_id) >= 0 > private.current_graph_task_id()
         ),
-        "default_group": lambda: groups(dist.HashStore()),
-        "default_store": lambda: groups(dist.HashStore()),
-        "detect_fake_mode": fakes,
         "enable_python_dispatcher": lambda: has(private.enable_python_dispatcher, "__enter__"),
         "find_operator": finds_operators,
-        "flight_records": lambda: groups(dist.HashStore()),
-        "foreach_add_": foreach,
-        "foreach_copy_": foreach,
-        "foreach_lerp": foreach,
-        "foreach_lerp_": foreach,
-        "foreach_mul_": foreach,
         "forward_ad_level": forward_level,
         "grouped_mm": multiplies_groups,
         "has_kernel_for_dispatch_key": lambda: private.has_kernel_for_dispatch_key(
             "aten::matmul", "CompositeImplicitAutograd"
         ),
-        "is_any_autocast_enabled": under_autocast,
         "is_cuda_stream_capturing": on_gpus("_cuda_isCurrentStreamCapturing"),
         "is_process_group": lambda: groups(dist.HashStore()),
-        "is_profiler_enabled": profiler,
         "is_traceable_wrapper_subclass": lambda: (
             not private.is_traceable_wrapper_subclass(torch.ones(1))
         ),
         "keeps_graph": lambda: not in_backward(private.keeps_graph),
         "len_torch_dispatch_stack": modes,
-        "process_groups": lambda: groups(dist.HashStore()),
         "pytree": lambda: private.pytree.tree_flatten([1, {"a": 2}])[0] == [1, 2],
         "quick_empty_strided": allocates,
-        "resolve_process_group": lambda: groups(dist.HashStore()),
         "scaled_mm": multiplies_fp8,
         "set_cuda_stream": on_gpus("_cuda_setStream"),
         "set_grad_enabled": gradients_off,
         "storage_at": lambda: callable(torch._C._construct_storage_from_data_pointer),
         "sympy_handlers": lambda: len(private.sympy_handlers()) > 3,
-        "tracing": contexts,
-        "unset_fake_temporarily": fakes,
-        "uses_agents_store": lambda: groups(dist.HashStore()),
         "will_engine_execute_node": node_runs,
     },
     distributed: {
@@ -343,7 +328,6 @@ CHECKS: dict[ModuleType, dict[str, Callable[[], Any]]] = {
         "ShortenTraceback": lambda: issubclass(dynamo.ShortenTraceback, Exception),
         "TensorProperty": lambda: has(dynamo.TensorProperty, "SIZE"),
         "TensorPropertySource": lambda: takes(dynamo.TensorPropertySource, "base", "prop", "idx"),
-        "TorchDynamoException": lambda: issubclass(dynamo.TorchDynamoException, RuntimeError),
         "aot_autograd": lambda: takes(dynamo.aot_autograd, "fw_compiler", "bw_compiler"),
         "aot_module_simplified": lambda: takes(dynamo.aot_module_simplified, "mod", "fw_compiler"),
         "assume_constant_result": lambda: dynamo.assume_constant_result(modes) is modes,

@@ -67,6 +67,7 @@ GONE = {
         f"bench optimizer --{option}": "`--model` chooses the sizes"
         for option in ("layers", "batch", "bucket", "dtype", "sequence")
     },
+    "bench optimizer --link": "leave it out: ranks have the link that they have",
 }
 """Commands and options that went, and their replacement: for one release."""
 

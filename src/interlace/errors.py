@@ -38,15 +38,12 @@ class SizeError(InterlaceError):
 class SoundnessError(InterlaceError):
     """The verifier found a race, a deadlock or a lifetime fault; the message is the counterexample.
 
-    `findings` holds the `interlace.verify.Finding`s behind the message. Of ranks that find the same
-    one raises the whole report; the message of the others is a line that names it, `told_by`.
+    `findings` holds the `interlace.verify.Finding`s behind the message.
     """
 
-    def __init__(
-        self, message: str, findings: tuple[object, ...] = (), told_by: int | None = None
-    ) -> None:
+    def __init__(self, message: str, findings: tuple[object, ...] = ()) -> None:
         super().__init__(message)
-        self.findings, self.told_by = findings, told_by
+        self.findings = findings
 
 
 class PassError(InterlaceError):
@@ -98,7 +95,7 @@ class OptionError(InterlaceError):
 
 
 class CacheWarning(UserWarning):
-    """A cache is too small, so the same calls are compiled repeatedly; warned once per cache."""
+    """A cache is too small, so calls may be compiled repeatedly; warned once per cache."""
 
 
 class InputError(InterlaceError, ValueError):

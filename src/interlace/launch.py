@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import itertools
 import json
 import multiprocessing
 import os
@@ -31,35 +30,32 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from socket import create_server
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import interlace
 from interlace import errors
 from interlace.errors import BackendError, CommTimeoutError, InterlaceError, PeerError, TeamError
 from interlace.torch_private import abort_process_group
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import TCPStore
 
 Report = dict[str, Any]
-Tell = Callable[[dict[str, Any]], None]
-Work = Callable[[Any, Tell], Report | None]
+Tell = Callable[[Report], None]
+Settings = TypeVar("Settings")
+Work = Callable[[Settings, Tell], Report | None]
 """Function that each rank runs on the settings and a `Tell`; it and the settings are pickled."""
 
 STRICT = "AVX512,STRICT"
 """With this MKL_CBWR, chunks of an fp32 matmul on the CPU have the bits of the whole."""
 NUM_LOG_LINES = 12
 POLL_S = 0.1
-SETTLE_S = 1.0
-"""Seconds after an error in which other ranks may report theirs: one may be the cause."""
 LEAVE_S = 20.0
 """Seconds that a failed rank has to release its GPU before its process is ended."""
 FAILED, ORPHANED = 3, 4
 
 
 def launch(
-    work: Work, settings: Any, world: int, hear: Tell, timeout_s: float, what: str
+    work: Work[Settings], settings: Settings, world: int, hear: Tell, timeout_s: float, what: str
 ) -> Report:
     """Rank 0's result of `work(settings, tell)`, which all ranks do; `hear` gets what it tells.
 
@@ -82,68 +78,40 @@ def launch(
         ranks: list[BaseProcess] = started.processes
         stack.callback(_end, ranks)
         hear({"event": "started"})
-        report = _watch(ranks, store, hear, logs, deadline, what)
-        if report is None:
-            late = [number for number, rank in enumerate(ranks) if rank.is_alive()]
-            raise CommTimeoutError(
-                f"{what} did not end in {timeout_s:g} s (ranks {late} are still at it): give it "
-                f"fewer steps or more time{_tail(logs, late[0] if late else 0)}"
-            )
-        return report
+        report, count = Report(), 0
+        while time.monotonic() < deadline:
+            wait([rank.sentinel for rank in ranks if rank.is_alive()], POLL_S)
+            codes = [rank.exitcode for rank in ranks]  # before what these told is read
+            while store.check([f"launch/{count + 1}"]):
+                count += 1
+                event = json.loads(store.get(f"launch/{count}"))
+                match event["event"]:
+                    case "report":
+                        report = event["report"]
+                    case "error":
+                        raise _error(event, what)
+                    case _:
+                        hear(event)
+            for rank, code in enumerate(codes):
+                if code:
+                    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+                    raise PeerError(f"rank {rank} of {what} {how}{_tail(logs, rank)}")
+            if codes == [0] * len(ranks):
+                return report
+        late = [number for number, rank in enumerate(ranks) if rank.is_alive()]
+        raise CommTimeoutError(
+            f"{what} did not end in {timeout_s:g} s (ranks {late} are still at it): give it "
+            f"fewer steps or more time{_tail(logs, late[0] if late else 0)}"
+        )
 
 
-def _watch(
-    ranks: Sequence[BaseProcess],
-    store: TCPStore,
-    hear: Tell,
-    logs: Path,
-    deadline: float,
-    what: str,
-) -> Report | None:
-    """The report, once all ranks have ended; None without one, or after the deadline."""
-    report, failures, messages = None, list[dict[str, Any]](), _messages(store)
-    while time.monotonic() < deadline:
-        wait([rank.sentinel for rank in ranks if rank.is_alive()], POLL_S)
-        codes = [rank.exitcode for rank in ranks]  # before what these told is read
-        while (event := next(messages)) is not None:
-            match event["event"]:
-                case "report":
-                    report = event["report"]
-                case "error":
-                    failures.append(event)
-                case _:
-                    hear(event)
-        if failures:
-            time.sleep(SETTLE_S)
-            while (event := next(messages)) is not None:
-                failures += [event] if event["event"] == "error" else []
-            raise _first_error(failures, what)
-        for rank, code in enumerate(codes):
-            if code:
-                how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-                raise PeerError(f"rank {rank} of {what} {how}{_tail(logs, rank)}")
-        if codes == [0] * len(ranks):
-            return report
-    return None
-
-
-def _messages(store: TCPStore) -> Iterator[dict[str, Any] | None]:
-    """Yields the messages of ranks in order; None where there is no new one."""
-    for number in itertools.count(1):
-        while not store.check([f"launch/{number}"]):
-            yield None
-        yield json.loads(store.get(f"launch/{number}"))
-
-
-def _first_error(found: Sequence[dict[str, Any]], what: str) -> InterlaceError:
-    """The error of a rank as it raised it; one that only repeats a peer's gives way to that."""
-    follows = ("PeerError", "CommTimeoutError", "AgreementError", "DistBackendError")
-    first = next((event for event in found if event["type"] not in follows), found[0])
-    rank, kind, message = first["rank"], first["type"], first["message"]
-    cls = getattr(errors, kind, None) if first["ours"] else None
-    if isinstance(cls, type) and issubclass(cls, InterlaceError):
-        return cls(f"rank {rank}: {message}")
-    return PeerError(f"rank {rank} of {what} raised {kind}: {message}")
+def _error(event: Report, what: str) -> InterlaceError:
+    """The error of a rank as it raised it."""
+    cls = getattr(errors, event["type"], None)
+    if event["ours"] and isinstance(cls, type) and issubclass(cls, InterlaceError):
+        return cls(f"rank {event['rank']}: {event['message']}")
+    rank, kind = event["rank"], event["type"]
+    return PeerError(f"rank {rank} of {what} raised {kind}: {event['message']}")
 
 
 def _tail(logs: Path, rank: int) -> str:
@@ -168,10 +136,8 @@ def _threads(world: int) -> int:
 
 @contextlib.contextmanager
 def _environment(world: int) -> Iterator[None]:
-    """Sets the ranks' environment: the same package, and bit-equal chunks where possible."""
-    before, source = dict(os.environ), str(Path(interlace.__file__).resolve().parents[1])
-    paths = [source, *filter(None, [before.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    """Sets the ranks' environment: threads, and bit-equal chunks where possible."""
+    before = dict(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", str(_threads(world)))
     if has_avx512():
         os.environ.setdefault("MKL_CBWR", STRICT)
@@ -189,7 +155,9 @@ def has_avx512() -> bool:
     return False
 
 
-def _serve(rank: int, work: Work, settings: Any, world: int, port: int, logs: str) -> None:
+def _serve(
+    rank: int, work: Work[Settings], settings: Settings, world: int, port: int, logs: str
+) -> None:
     """Does `work` as one rank that `launch` started, and tells how it went."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     log = os.open(f"{logs}/{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -205,7 +173,7 @@ def _serve(rank: int, work: Work, settings: Any, world: int, port: int, logs: st
     torch.set_num_threads(_threads(world))
     store = TCPStore("127.0.0.1", port, is_master=False)
 
-    def tell(event: dict[str, Any]) -> None:
+    def tell(event: Report) -> None:
         if rank == 0 or event["event"] == "error":
             number = store.add("launch/told", 1)
             store.set(f"launch/{number}", json.dumps({**event, "rank": rank}))

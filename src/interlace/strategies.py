@@ -62,15 +62,15 @@ class Strategy:
     `fused` is `peer` with puts, of which the pass `fuse` then puts a matmul's chunks in one kernel;
     `exchange` and `copies` are serial, but `exchange` runs its collective on the backend `peer`,
     and `copies` does it as one-sided copies. To add a strategy that moves bytes as another does,
-    add a row; a new transport also needs a case of each of passes/strategies/{gathers,scatters}.py.
-    What else asks for a transport is `decompose`, which writes it down; whatever differs is a
-    field here.
+    add a row; a new primitive also needs a case of each class of passes/strategies/transfers.py.
+    Whatever else differs is a field here.
     """
 
     name: str
     cut: str
-    transport: str
-    """`collectives`, `messages` (Send and Recv), or `get` or `put` (one-sided copies)."""
+    primitive: str
+    """Communication that it is made of: `collectives`, `messages` (Send and Recv), or `get` or
+    `put` (one-sided copies)."""
     reduces: str
     gather: Path | None = None
     scatter: Path | None = None
@@ -122,12 +122,12 @@ class Strategy:
     @property
     def puts(self) -> bool:
         """True if a rank writes into its peers' slots."""
-        return self.transport == "put"
+        return self.primitive == "put"
 
     @property
     def fetched(self) -> bool:
         """True if data for a peer is computed in the memory from which that peer fetches it."""
-        return self.transport == "get"
+        return self.primitive == "get"
 
 
 NEAR_FIRST = Path(chunk=Offset(0, 1), to=Offset(0, -1), source=Offset(0, 1))
@@ -197,13 +197,13 @@ def names() -> tuple[str, ...]:
     return "auto", "serial", *dict.fromkeys(name for name, _ in STRATEGIES)
 
 
-def rows_of(name: str, transport: str | None = None) -> tuple[Strategy, ...]:
+def rows_of(name: str, protocol: str | None = None) -> tuple[Strategy, ...]:
     """The rows of that name, of which one is taken for each site; none for `serial`.
 
-    `transport` leaves those that move bytes so, where some do.
+    `protocol` leaves the one that has it, where one does.
     """
     rows = tuple([row for row in STRATEGIES.values() if row.name == name])
-    return tuple([row for row in rows if row.transport == transport]) or rows
+    return tuple([row for row in rows if row.protocol == protocol]) or rows
 
 
 def row_of(name: str, protocol: str | None) -> Strategy | None:

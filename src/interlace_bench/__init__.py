@@ -16,7 +16,7 @@ overlap.py       `interlace bench overlap`
 schedule.py      what `interlace run` does on each rank
 layers/          `interlace bench layer` and `bench transformer`
 kernels/         `interlace bench kernels`
-optimizer/       `interlace bench optimizer`
+optimizer.py     `interlace bench optimizer`
 
 $ torchrun --nproc-per-node 4 -m interlace bench overlap --preset bars
 """

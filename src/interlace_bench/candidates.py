@@ -127,8 +127,8 @@ def whole_gemms(case: SiteCase, ranks: Ranks) -> list[Candidate]:
 def _executor(case: SiteCase, ranks: Ranks, calibration: str | None, one: Candidate) -> Launch:
     """An Executor of the site by a strategy of ours, lowered, proved and prepared."""
     device, graph = ranks.device, one.mode == "graph"
-    transport: Any = one.name if one.name in ("get", "put") else None
-    strategy: Any = "peer" if transport else one.name
+    protocol: Any = one.name if one.name in ("get", "put") else None
+    strategy: Any = "peer" if protocol else one.name
     options = Options(
         strategy=strategy,
         graph=graph,
@@ -138,7 +138,7 @@ def _executor(case: SiteCase, ranks: Ranks, calibration: str | None, one: Candid
     )
     groups = {"tp": ranks.group}
     serial = on_hosts(case.program(ranks.size), groups, TIMEOUT_S)
-    program = lower(serial, options, machine_for(options, device.type), transport=transport)
+    program = lower(serial, options, machine_for(options, device.type), protocol=protocol)
     for site in program.sites:
         one.chosen = (
             f"{site.strategy} {site.protocol}" if site.strategy == "peer" else site.strategy

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from interlace_bench.fit import Sample
 from interlace_bench.links import BenchMemory, timed
-from interlace_bench.race import captured, host_times
+from interlace_bench.race import host_times
 from interlace_bench.ranks import Ranks
 from interlace_bench.sites import CACHE, DTYPES, PRESETS
 
@@ -53,7 +53,6 @@ def device_samples(
     empty = torch.zeros(1, device=ranks.device)
     found.append(Sample(kind="launch", seconds=timed(ranks, empty.zero_, 5e-6)))
     if ranks.cuda:
-        found.append(_event(ranks))
         found += _host(ranks)
     return found
 
@@ -88,37 +87,6 @@ def _copy(ranks: Ranks, nbytes: int) -> Sample:
     return Sample(kind="copy", nbytes=nbytes, seconds=seconds)
 
 
-def _event(ranks: Ranks) -> Sample:
-    """Half the time that two waits for another stream's event add to two small kernels."""
-    there = torch.cuda.Stream()
-    one, other = (torch.zeros(1, device=ranks.device) for _ in range(2))
-    forth, back = torch.cuda.Event(), torch.cuda.Event()
-
-    def across() -> None:
-        here = torch.cuda.current_stream()
-        one.zero_()
-        forth.record(here)
-        there.wait_event(forth)
-        with torch.cuda.stream(there):
-            other.zero_()
-        back.record(there)
-        here.wait_event(back)
-
-    def plain() -> None:
-        one.zero_()
-        other.zero_()
-
-    ranks.synchronize()
-    both, alone = (_replayed(ranks, run) for run in (across, plain))
-    return Sample(kind="event", seconds=max(1e-7, (both - alone) / 2))
-
-
-def _replayed(ranks: Ranks, run: Callable[[], None], count: int = 20) -> float:
-    """Seconds of a run, of so many in one CUDA graph."""
-    replay, _ = captured(lambda: [run() for _ in range(count)])
-    return timed(ranks, replay, 1e-4) / count
-
-
 def _host(ranks: Ranks) -> list[Sample]:
     """Measures the host's time to issue a call, a copy, a collective or a signal."""
     x, w = (torch.zeros(64, 64, dtype=torch.bfloat16, device=ranks.device) for _ in range(2))
@@ -128,8 +96,8 @@ def _host(ranks: Ranks) -> list[Sample]:
     whole = x.new_empty(64 * ranks.size, 64)
     calls: dict[str, Callable[[], Any]] = {
         "call": lambda: torch.mm(x, w, out=out),
-        "copy": lambda: memory.copy("ce", memory.private, memory.mine, 1 << 10),
-        "peer": lambda: memory.copy("ce", memory.private, peer, 1 << 10),
+        "copy": lambda: memory.copy(memory.private, memory.mine, 1 << 10),
+        "peer": lambda: memory.copy(memory.private, peer, 1 << 10),
         "collective": lambda: dist.all_gather_into_tensor(whole, x),
         **_signal(x),
     }

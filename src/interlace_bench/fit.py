@@ -1,5 +1,7 @@
 """Samples, single figures that a benchmark measured, and `fit`, which makes a Machine of them.
 
+A sample is also a row of `interlace bench interconnect`.
+
     >>> samples = [Sample(kind="gemm", dtype="bf16", shape=(8192, 8192, 8192), seconds=1.4e-3)]
     >>> fit(samples, default_machine("cuda")).name
     'calibrated'
@@ -46,16 +48,18 @@ class Sample:
     """One measured figure."""
 
     kind: str
-    """`get`, `put`, `send` (point to point); a collective's kind as in the IR; `copy` (inside the
-    device's memory); `gemm`; `launch` (a kernel that does nothing, one after another); `event`
-    (a wait for an event of another stream); `issue` (the host, for the call that `protocol` names:
-    `call`, `kernel`, `copy`, `peer`, `collective`, `event` or `signal`)."""
+    """`get`, `put`, `send` (point to point, all ranks at once); a collective's kind as in the IR;
+    `copy` (inside the device's memory); `gemm`; `launch` (a kernel that does nothing, one after
+    another); `issue` (the host, for the call that `protocol` names: `call`, `kernel`, `copy`,
+    `peer`, `collective`, `event` or `signal`)."""
     seconds: float
-    """One of them, once warm: the median."""
+    """One of them, once warm: the median, on the slowest rank; NaN where it failed."""
     backend: str = ""
     """Transport that moved the bytes: `nccl`, `peer`, `gloo`, `ucc`."""
     protocol: str = ""
-    """`ce` (copy engine) or `sm` (a kernel), for point-to-point copies."""
+    """`ce` (copy engine) or `cpu`, for one-sided copies."""
+    pattern: str = ""
+    """Ranks that take part in a transfer: see `interlace_bench.links`."""
     dtype: str = ""
     """As the IR spells it: `bf16`."""
     nbytes: int = 0
@@ -67,10 +71,8 @@ class Sample:
     """Size of the team; of point-to-point copies, how many ranks took part."""
     hosts: int = 1
     """On how many hosts they were, as many on each; of `send`, the ends were on different ones."""
-    concurrent: bool = False
-    """Point to point: whether all ranks copied at once."""
-    under: str = ""
-    """Load on the device meanwhile: `gemm` or `copies`; empty: none."""
+    error: str = ""
+    """Reason for which there is no time."""
 
     @property
     def usable(self) -> bool:
@@ -86,7 +88,21 @@ class Sample:
         """Between hosts: the bytes that pass through the busiest network interface, one way."""
         each = self.ranks // self.hosts
         whole = interface_bytes(self.kind, self.nbytes, (each,) * self.hosts, shared)
-        return whole * each if self.kind == "send" and self.concurrent and shared else whole
+        return whole * each if self.kind == "send" and shared else whole
+
+    @property
+    def row(self) -> dict[str, object]:
+        """A transfer as a row; `world` is the ranks that took part: inside a host those there. The
+        time of the pattern `all` is that of copies to all others."""
+        copies = self.ranks - 1 if self.pattern == "all" else 1
+        known = ("kind", "backend", "protocol", "pattern", "nbytes")
+        return {
+            **{name: getattr(self, name) for name in known},
+            "world": self.ranks,
+            "us": copies * self.seconds * 1e6,
+            "gbs": (self.link_bytes or math.nan) / self.seconds / 1e9,
+            "error": self.error,
+        }
 
 
 def fit(
@@ -107,7 +123,6 @@ def fit(
         name=name,
         host=host,
         launch_s=launch,
-        event_s=_median(found["event"], base.event_s),
         issue=issuing.in_a_run(base),
         memory_bandwidth=_memory(found["copy"], launch, base),
         links=_links(found, base, issuing),
@@ -115,7 +130,7 @@ def fit(
         sites=(),
     )
     gemms = [s for s in found["gemm"] if not issuing.bounds(s.seconds, "call")]
-    return _steals(_gemms(machine, gemms), gemms)
+    return _gemms(machine, gemms)
 
 
 class _Host:
@@ -166,7 +181,7 @@ def _links(
     for kind in (*TRANSFERS, *COLLECTIVES):
         backends = dict.fromkeys(s.backend for s in found[kind])
         for backend in backends:
-            rows = [s for s in found[kind] if s.backend == backend and not s.under and s.hosts == 1]
+            rows = [s for s in found[kind] if s.backend == backend and s.hosts == 1]
             known = dict(base.links).get(backend or base.backend)
             rows = [_at_most(s, known, issuing) for s in rows]
             curves[backend or base.backend] |= _curves(kind, rows)
@@ -214,16 +229,8 @@ def _curves(kind: str, rows: Sequence[Sample]) -> dict[str, Curve]:
     """The curves of one kind: for each size of team, and the largest team's for others."""
     curves: dict[str, Curve] = {}
     if kind in TRANSFERS:
-        # Sites copy by engine, all ranks at once: samples of that go first.
-        for wanted in (
-            [s for s in rows if s.protocol != "sm" and s.concurrent],
-            [s for s in rows if s.protocol != "sm"],
-            list(rows),
-        ):
-            curve = Curve.of((s.link_bytes, s.seconds) for s in wanted)
-            if curve is not None:
-                return {kind: curve}
-        return {}
+        curve = Curve.of((s.link_bytes, s.seconds) for s in rows)
+        return {} if curve is None else {kind: curve}
     for ranks in sorted({s.ranks for s in rows}):
         curve = Curve.of((s.link_bytes, s.seconds) for s in rows if s.ranks == ranks)
         if curve is not None:
@@ -258,7 +265,7 @@ def _gemms(machine: Machine, samples: Sequence[Sample]) -> Machine:
     """The machine with a table of the matmuls, and speeds that fit the larger half of them."""
     found: defaultdict[tuple[str, tuple[int, int, int]], list[float]] = defaultdict(list)
     for sample in samples:
-        if not sample.under and min(sample.shape) > 0 and sample.dtype in set(DType):
+        if min(sample.shape) > 0 and sample.dtype in set(DType):
             found[sample.dtype, sample.shape].append(sample.seconds)
     if not found:
         return machine
@@ -279,23 +286,3 @@ def _gemms(machine: Machine, samples: Sequence[Sample]) -> Machine:
     seen = {(time.dtype, time.m, time.k, time.n) for time in table}
     kept = tuple(t for t in machine.gemms if (t.dtype, t.m, t.k, t.n) not in seen)
     return machine.replace(gemm_flops=tuple(speeds.items()), gemms=(*kept, *table))
-
-
-def _steals(machine: Machine, samples: Sequence[Sample]) -> Machine:
-    """The machine with what copies cost a matmul beside them."""
-    alone: defaultdict[object, list[float]] = defaultdict(list)
-    under: defaultdict[object, list[float]] = defaultdict(list)
-    for sample in samples:
-        place = under if sample.under == "copies" else alone
-        place[sample.dtype, sample.shape].append(sample.seconds)
-    parts = [
-        1 - statistics.median(alone[key]) / statistics.median(seconds)
-        for key, seconds in under.items()
-        if key in alone
-    ]
-    links = dict(machine.links)
-    if not parts or "peer" not in links:
-        return machine
-    part = min(0.5, max(0.0, statistics.median(parts)))
-    links["peer"] = dataclasses.replace(links["peer"], steals=part)
-    return machine.replace(links=tuple(links.items()))

@@ -18,9 +18,8 @@ from interlace.launch import Tell
 from interlace.runtime.machine import gpus_of
 from interlace_bench import overlap
 from interlace_bench.device import device_samples
-from interlace_bench.fit import fit
+from interlace_bench.fit import Sample, fit
 from interlace_bench.links import (
-    Figure,
     backends,
     measure_collectives,
     measure_links,
@@ -36,18 +35,18 @@ LEAST, COLLECTIVES_MOST = 1 << 10, 1 << 28
 
 def work(settings: InterconnectSettings, ranks: Ranks, tell: Tell) -> Row | None:
     """Measures all of it; rank 0 gets the report."""
-    figures, absent = measured(settings, ranks, tell), backends(ranks)[1]
+    samples, absent = measured(settings, ranks, tell), backends(ranks)[1]
     if ranks.me:
         return None
     common = facts(ranks.device.type, settings.commit)
-    rows = [{**figure.row, **common} for figure in figures]
+    rows = [{**sample.row, **common} for sample in samples]
     tell({"event": "rows", "rows": rows})
     found = {"rows": rows, "shown": ends(rows), "absent": absent, "facts": common}
     return {**found, "headline": f", {ranks.size} ranks"}
 
 
-def measured(settings: InterconnectSettings, ranks: Ranks, tell: Tell) -> list[Figure]:
-    """The figures of links and collectives, alike on all ranks."""
+def measured(settings: InterconnectSettings, ranks: Ranks, tell: Tell) -> list[Sample]:
+    """The samples of links and collectives, alike on all ranks."""
     most = nbytes(settings.most or ("1GiB" if ranks.cuda else "16MiB"))
     if most < LEAST:
         raise OptionError(f"messages of {most} bytes at most: give {LEAST} or more")
@@ -76,8 +75,7 @@ def calibrate_work(settings: CalibrationSettings, ranks: Ranks, tell: Tell) -> R
     other host, get what there is to calibrate by: ranks whose files differ would choose different
     strategies."""
     check_dtypes(*settings.dtypes)
-    figures, path = measured(settings.links, ranks, tell), Path(settings.file)
-    samples = [figure.sample for figure in figures if not figure.error]
+    samples, path = measured(settings.links, ranks, tell), Path(settings.file)
     samples += device_samples(ranks, settings.dtypes, functools.partial(_step, tell))
     if not ranks.me:
         gpus, base = gpus_of(ranks.device.type), default_machine(ranks.device.type)

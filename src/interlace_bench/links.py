@@ -1,16 +1,15 @@
-"""Transfers between ranks: one-sided copies by engine and by kernel, messages, collectives.
+"""Transfers between ranks: one-sided copies, messages, collectives.
 
     best = best_copy(ranks)                     # all ranks copying at once
-    for figure in measure_links(ranks, sizes, step):
-        print(figure.pattern, figure.protocol, figure.nbytes, figure.bandwidth)
+    for sample in measure_links(ranks, sizes, step):
+        print(sample.pattern, sample.kind, sample.nbytes, sample.seconds)
     memory = BenchMemory(ranks, 1 << 20)
-    memory.copy("ce", memory.mine, memory.theirs[1], 4096)     # a get: the first 4096 bytes
+    memory.copy(memory.mine, memory.theirs[1], 4096)     # a get: the first 4096 bytes
 
-Patterns: `0>1` is one ordered pair, rank 0 at work and rank 1 the other end; `ring` is every rank
-with the next; `all` is every rank with every other, one after another; `team` is a collective;
-`hosts` is every rank with the one in its place on the next host, or a collective of all hosts. The
-ranks of each host measure what is inside it at once, and then all measure between hosts.
-Engines: `ce` copies by the copy engine (`cuMemcpyDtoDAsync`), `sm` by a kernel; a CPU has `cpu`.
+Patterns: `ring` is every rank with the next; `all` is every rank with every other, one after
+another; `team` is a collective; `hosts` is every rank with the one in its place on the next host,
+or a collective of all hosts. The ranks of each host measure what is inside it at once, and then all
+measure between hosts. GPUs copy by the copy engine (`cuMemcpyDtoDAsync`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ import interlace
 from interlace.comm.backends import require_backend
 from interlace.comm.host.shared_memory import Segment, share
 from interlace.comm.resets import reset_teams
-from interlace.cost.machine import link_bytes
 from interlace.errors import BackendError, InterlaceError
 from interlace.ir import Program
 from interlace.ir.ops import KINDS
@@ -40,7 +38,6 @@ from interlace.runtime import Executor
 from interlace_bench.fit import Sample
 from interlace_bench.race import burst, describe
 from interlace_bench.ranks import WAIT_S, Ranks
-from interlace_bench.rows import Row
 
 ROOF_SIZES = (64 << 20, 256 << 20)
 """Bytes of the copies that make the roof."""
@@ -109,12 +106,9 @@ class BenchMemory:
             for rank in range(ranks.size)
         ]
 
-    def copy(self, engine: str, dst: torch.Tensor, src: torch.Tensor, nbytes: int) -> None:
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, nbytes: int) -> None:
         """Copies the first bytes, on the stream that was current when this was made."""
-        if engine == "sm":  # a kernel of one load and one store: numbers of 8 bytes plus nothing
-            whole = dst[:nbytes].view(torch.int64)
-            torch.bitwise_or(src[:nbytes].view(torch.int64), 0, out=whole)
-        elif engine == "ce" and self._driver is not None:
+        if self._driver is not None:
             self._driver(dst.data_ptr(), src.data_ptr(), nbytes, self._stream)
         else:  # torch copies between a peer's memory and its own by the copy engine as well
             dst[:nbytes].copy_(src[:nbytes])
@@ -138,62 +132,6 @@ def _driver() -> Any:
 # -- copies and messages ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """One measured transfer."""
-
-    kind: str
-    """`get`, `put`, `send` or a collective's kind."""
-    backend: str
-    protocol: str = ""
-    """`ce`, `sm` or `cpu`."""
-    pattern: str
-    """Who takes part; see above. Collectives: `team`."""
-    nbytes: int
-    """Bytes of one copy, or of a collective's larger tensor."""
-    ranks: int
-    hosts: int = 1
-    """On how many hosts they are."""
-    moved: float
-    """Bytes that went into (or out of) one rank meanwhile."""
-    seconds: float = math.nan
-    """Time of one transfer on the slowest rank; NaN where it failed."""
-    error: str = ""
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes a second into (or out of) one rank."""
-        return self.moved / self.seconds if self.seconds > 0 else math.nan
-
-    @property
-    def row(self) -> Row:
-        """The same as a row; `world` is the ranks that took part: inside a host those there."""
-        shared = ("kind", "backend", "protocol", "pattern", "nbytes")
-        return {
-            **{name: getattr(self, name) for name in shared},
-            "world": self.ranks,
-            "us": self.seconds * 1e6,
-            "gbs": self.bandwidth / 1e9,
-            "error": self.error,
-        }
-
-    @property
-    def sample(self) -> Sample:
-        """The same for `interlace_bench.fit`."""
-        count = self.ranks
-        each = self.seconds / (count - 1) if self.pattern == "all" else self.seconds
-        return Sample(
-            kind=self.kind,
-            seconds=each,
-            backend=self.backend,
-            protocol="ce" if self.protocol == "cpu" else self.protocol,
-            nbytes=self.nbytes,
-            ranks=2 if ">" in self.pattern else count,
-            hosts=self.hosts,
-            concurrent=self.pattern in ("ring", "all", "hosts"),
-        )
-
-
 def sizes_between(least: int, most: int, factor: int = 4) -> list[int]:
     """Sizes that grow by `factor`."""
     steps = int(math.log(most / least, factor) + 1e-9)
@@ -201,22 +139,13 @@ def sizes_between(least: int, most: int, factor: int = 4) -> list[int]:
     return sizes if sizes[-1] == most else [*sizes, most]
 
 
-def engines(ranks: Ranks) -> tuple[str, ...]:
-    """The ways to copy that there are."""
-    return ("ce", "sm") if ranks.cuda else ("cpu",)
-
-
 def patterns(ranks: Ranks) -> list[tuple[str, list[int]]]:
     """Each pattern with the peers that this rank works with."""
-    me, size = ranks.me, ranks.size
-    pairs = [
-        (f"{a}>{b}", [b] if me == a else []) for a in range(size) for b in range(size) if a != b
-    ]
-    others = [(me + k) % size for k in range(1, size)]
-    return [*pairs, ("ring", others[:1]), *([("all", others)] if size > 2 else [])]
+    others = [(ranks.me + k) % ranks.size for k in range(1, ranks.size)]
+    return [("ring", others[:1]), *([("all", others)] if ranks.size > 2 else [])]
 
 
-def timed(ranks: Ranks, run: Callable[[], Any] | None, guess: float) -> float:
+def timed(ranks: Ranks, run: Callable[[], Any], guess: float) -> float:
     """Seconds of one launch: the median of a few bursts, of each the slowest rank."""
     launches = min(100, max(2, round(BURST_S / guess)))
     bursts = [burst(ranks, run, [()], launches)[0] for _ in range(REPEATS)]
@@ -225,17 +154,12 @@ def timed(ranks: Ranks, run: Callable[[], Any] | None, guess: float) -> float:
 
 def measure_links(
     ranks: Ranks, sizes: Sequence[int], step: Callable[[str], None]
-) -> Iterator[Figure]:
-    """Every pattern, both directions, every engine, every size; then messages of the backend."""
+) -> Iterator[Sample]:
+    """Every pattern, both directions, every size; then messages of the backend."""
     inside = ranks.within()
     if inside.size > 1:
-        memory = BenchMemory(inside, max(sizes))
-        for pattern, peers in patterns(inside):
-            for kind in ("get", "put"):
-                for engine in engines(inside):
-                    step(f"{kind} {engine} {pattern}")
-                    for nbytes in sizes:
-                        yield _copy(inside, memory, kind, engine, pattern, peers, nbytes)
+        step("get and put")
+        yield from _copies(inside, sizes)
         step("send")
         for nbytes in sizes:
             yield _message(inside, nbytes)
@@ -245,40 +169,33 @@ def measure_links(
             yield _message(ranks, nbytes)
 
 
-def _copy(
-    ranks: Ranks,
-    memory: BenchMemory,
-    kind: str,
-    engine: str,
-    pattern: str,
-    peers: list[int],
-    nbytes: int,
-) -> Figure:
+def _copies(ranks: Ranks, sizes: Sequence[int]) -> Iterator[Sample]:
+    """Gets and puts of every size, in each pattern, all ranks copying."""
+    memory = BenchMemory(ranks, max(sizes))
     mine = memory.private
+    for (pattern, peers), kind, nbytes in itertools.product(patterns(ranks), ("get", "put"), sizes):
 
-    def run() -> None:
-        for peer in peers:
-            dst, src = (mine, memory.theirs[peer]) if kind == "get" else (memory.theirs[peer], mine)
-            memory.copy(engine, dst, src, nbytes)
+        def run(peers: list[int] = peers, kind: str = kind, nbytes: int = nbytes) -> None:
+            for peer in peers:
+                theirs = memory.theirs[peer]
+                dst, src = (mine, theirs) if kind == "get" else (theirs, mine)
+                memory.copy(dst, src, nbytes)
 
-    count = ranks.size - 1 if pattern == "all" else 1
-    guess = count * (1e-5 + nbytes / (2e11 if ranks.cuda else 3e9))
-    return Figure(
-        kind=kind,
-        backend="peer",
-        protocol=engine,
-        pattern=pattern,
-        nbytes=nbytes,
-        ranks=ranks.size,
-        moved=float(count * nbytes),
-        seconds=timed(ranks, run if peers else None, guess),
-    )
+        guess = len(peers) * (1e-5 + nbytes / (2e11 if ranks.cuda else 3e9))
+        yield Sample(
+            kind=kind,
+            backend="peer",
+            protocol="ce" if ranks.cuda else "cpu",
+            pattern=pattern,
+            nbytes=nbytes,
+            ranks=ranks.size,
+            seconds=timed(ranks, run, guess) / len(peers),
+        )
 
 
-def _message(ranks: Ranks, nbytes: int) -> Figure:
+def _message(ranks: Ranks, nbytes: int) -> Sample:
     """Every rank sends to the next and receives from the one before: within a host, or each from
     host to host."""
-    backend = "nccl" if ranks.cuda else "gloo"
     out = torch.zeros(nbytes, dtype=torch.uint8, device=ranks.device)
     into = torch.zeros_like(out)
     rows = zip(*ranks.hosts, strict=False) if ranks.hosts else [tuple(range(ranks.size))]
@@ -287,6 +204,8 @@ def _message(ranks: Ranks, nbytes: int) -> Figure:
     to, source = line[(at + 1) % len(line)], line[at - 1]
 
     def run() -> None:
+        if len(line) < 2:
+            return  # no rank has this one's place on another host
         ops = [
             dist.P2POp(dist.isend, out, group=ranks.group, group_peer=to),
             dist.P2POp(dist.irecv, into, group=ranks.group, group_peer=source),
@@ -294,45 +213,37 @@ def _message(ranks: Ranks, nbytes: int) -> Figure:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
 
-    figure = Figure(
+    blank = Sample(
         kind="send",
-        backend=backend,
+        seconds=math.nan,
+        backend="nccl" if ranks.cuda else "gloo",
         pattern="hosts" if ranks.hosts else "ring",
         nbytes=nbytes,
         ranks=ranks.size,
         hosts=len(ranks.hosts) or 1,
-        moved=float(nbytes),
     )
     guess = (4e-5 + nbytes / 2e11) if ranks.cuda else (2e-4 + nbytes / 1e9)
-    return attempt(ranks, figure, lambda: timed(ranks, run if len(line) > 1 else None, guess))
+    return attempt(ranks, blank, lambda: timed(ranks, run, guess))
 
 
-def attempt(ranks: Ranks, figure: Figure, measure: Callable[[], float]) -> Figure:
-    """The Figure with its time, or with the error where the measurement raised on some rank."""
+def attempt(ranks: Ranks, blank: Sample, measure: Callable[[], float]) -> Sample:
+    """The sample with its time, or with the error where the measurement raised on some rank."""
     problem, seconds = None, math.nan
     try:
         seconds = measure()
     except Exception as error:
         problem = describe(error, ranks)
     problem = ranks.agree(problem)
-    return replace(figure, seconds=math.nan if problem else seconds, error=problem or "")
+    return replace(blank, seconds=math.nan if problem else seconds, error=problem or "")
 
 
-def best_copy(ranks: Ranks, sizes: Sequence[int] = ROOF_SIZES) -> Figure | None:
-    """The link's roof inside a host: the best of long copies by copy engine, get and put, to the
-    next rank and to all, all ranks copying. None where a host has one rank."""
+def best_copy(ranks: Ranks, sizes: Sequence[int] = ROOF_SIZES) -> Sample | None:
+    """The link's roof inside a host: the best of long copies, get and put, to the next rank and to
+    all, all ranks copying. None where a host has one rank."""
     ranks = ranks.within()
     if ranks.size < 2:
         return None
-    memory = BenchMemory(ranks, max(sizes))
-    found = [
-        _copy(ranks, memory, kind, engines(ranks)[0], pattern, peers, nbytes)
-        for pattern, peers in patterns(ranks)
-        if ">" not in pattern
-        for kind in ("get", "put")
-        for nbytes in sizes
-    ]
-    return max(found, key=lambda figure: figure.bandwidth)
+    return max(_copies(ranks, sizes), key=lambda sample: sample.nbytes / sample.seconds)
 
 
 # -- collectives --------------------------------------------------------------------------------
@@ -369,7 +280,7 @@ def collective_program(kind: str, backend: str, world: int, elements: int) -> Pr
 
 def measure_collectives(
     ranks: Ranks, sizes: Sequence[int], step: Callable[[str], None]
-) -> Iterator[Figure]:
+) -> Iterator[Sample]:
     """Every kind of every backend over the sizes."""
     there = backends(ranks)[0]
     inside = ranks.within()
@@ -379,13 +290,13 @@ def measure_collectives(
                 continue
             step(f"{backend} {kind}" + " between hosts" * bool(team.hosts))
             for nbytes in sizes[:1] if kind == "barrier" else sizes:
-                figure = _collective(team, backend, kind, nbytes)
-                yield figure
-                if figure.error:
+                sample = _collective(team, backend, kind, nbytes)
+                yield sample
+                if sample.error:
                     break  # larger ones fail as well, and waiting for each takes its time
 
 
-def _collective(ranks: Ranks, backend: str, kind: str, nbytes: int) -> Figure:
+def _collective(ranks: Ranks, backend: str, kind: str, nbytes: int) -> Sample:
     world = ranks.size
     elements = -(-nbytes // 4 // world) * world
     held: list[Executor] = []
@@ -406,23 +317,22 @@ def _collective(ranks: Ranks, backend: str, kind: str, nbytes: int) -> Figure:
         guess = COLLECTIVES * ((5e-4 + nbytes / 5e8) if slow else (3e-5 + nbytes / 1e11))
         return timed(ranks, lambda: executor.run(inputs), guess) / COLLECTIVES
 
-    nbytes = 4 * elements if kind != "barrier" else 0
-    figure = Figure(
+    blank = Sample(
         kind=kind,
+        seconds=math.nan,
         backend=backend,
         pattern="hosts" if ranks.hosts else "team",
-        nbytes=nbytes,
+        nbytes=4 * elements if kind != "barrier" else 0,
         ranks=world,
         hosts=len(ranks.hosts) or 1,
-        moved=link_bytes(kind, nbytes, world) or math.nan,
     )
-    figure = attempt(ranks, figure, measure)
+    sample = attempt(ranks, blank, measure)
     for executor in held:
         executor.close()
-    if figure.error:
+    if sample.error:
         try:
             reset_teams()
         except InterlaceError as error:
             step_error = str(error).splitlines()[0]
-            raise InterlaceError(f"{backend} {kind}: {figure.error}; then {step_error}") from error
-    return figure
+            raise InterlaceError(f"{backend} {kind}: {sample.error}; then {step_error}") from error
+    return sample

@@ -9,6 +9,7 @@ A candidate that raises or is wrong becomes a row with its error and no time.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -27,9 +28,9 @@ from interlace_bench.race import (
     Variant,
     also,
     close,
-    free,
     host_times,
     race,
+    run_cases,
     run_race,
     worst,
 )
@@ -48,39 +49,34 @@ MARGIN_S = 0.25
 def work(settings: OverlapSettings, ranks: Ranks, tell: Tell) -> Row | None:
     """Measures every case, within the time, set-up included; rank 0 gets the report."""
     begun = time.monotonic()
-    cases = cases_of(settings.preset, settings.shapes, words(settings.dtype))
+    # The largest last: what small ones leave of their time is theirs, whose noise is the greatest.
+    cases = sorted(cases_of(settings.preset, settings.shapes, words(settings.dtype)), key=_work)
     for case in cases:
         case.check(ranks.size)
     common = facts(ranks.device.type, settings.commit)
     machine = machine_for(Options(calibration=whole(settings.calibration)), ranks.device.type)
     common["calibrated"] = "yes" if machine.host or settings.calibration else "no"
     roof = best_copy(ranks, ROOF_SIZES if ranks.cuda else (1 << 20,))
-    bandwidth = math.nan if roof is None else roof.bandwidth
-    smallest = {case.op: min(c.m * c.k * c.n for c in cases if c.op == case.op) for case in cases}
-    measured: dict[int, list[Row]] = {}
-    skipped: list[str] = []
-    # The largest last: what small ones leave of their time is theirs, whose noise is the greatest.
-    ordered = sorted(enumerate(cases), key=lambda item: item[1].m * item[1].k * item[1].n)
-    for number, (index, case) in enumerate(ordered):
-        tell({"event": "step", "doing": str(case)})
-        left = settings.seconds - max(ranks.maximum([time.monotonic() - begun]))
-        share = left / (len(cases) - number)
-        if left <= 0:
-            skipped.append(str(case))
-            continue
-        small = case.m * case.k * case.n == smallest[case.op]
-        timed = _case(case, settings, ranks, share, small, tell)
-        measured[index] = [row | common for row in _rows(case, timed, bandwidth, ranks)]
-        del timed
-        free(ranks)
-        tell({"event": "rows", "rows": measured[index]})
-    rows = [row for index in sorted(measured) for row in measured[index]]
+    bandwidth = math.nan if roof is None else roof.nbytes / roof.seconds
+    smallest = {case.op: min(_work(c) for c in cases if c.op == case.op) for case in cases}
+
+    def measure(case: SiteCase, share: float) -> list[Row]:
+        timed = _case(case, settings, ranks, share, _work(case) == smallest[case.op], tell)
+        return [row | common for row in _rows(case, timed, bandwidth, ranks)]
+
+    named = {str(case): functools.partial(measure, case) for case in cases}
+    (spent,) = ranks.maximum([time.monotonic() - begun])
+    rows, skipped = run_cases(ranks, named, settings.seconds - spent, tell)
     if ranks.me:
         return None
     said = f", roof of a copy {bandwidth / 1e9:.1f} GB/s"
     if roof is not None:
         said += f" ({roof.kind} {roof.protocol} {roof.pattern} {roof.nbytes >> 20}M)"
     return {"rows": rows, "skipped": skipped, "facts": common, "headline": said}
+
+
+def _work(case: SiteCase) -> int:
+    return case.m * case.k * case.n
 
 
 Timed = dict[Candidate, Racer]
@@ -105,7 +101,7 @@ def _case(
         twins = _twins([one for one, item in variants.items() if item.name in known])
         spent = max(ranks.maximum([time.monotonic() - begun]))
         running = {n: known[n] for n in known if n not in {variants[one].name for one in twins}}
-        race(ranks, [*running.values()], max(share - spent, MARGIN_S * share), ahead=True)
+        race(ranks, [*running.values()], max(share - spent, MARGIN_S * share), ahead=1)
         timed = [running[name] for name in sites if name in running]
         fastest = min((racer.median for racer in timed if racer.timed), default=math.inf)
         if small or max(ranks.maximum([fastest])) <= BRIEF_S:
@@ -120,10 +116,7 @@ def _case(
         """Times calls of this rank's host, in place of the bursts' calls."""
         racer.host = host_times(ranks, racer.run, racer.variant.sets, settings.host_runs)
 
-    def doing(event: Row) -> None:
-        tell(event | {"event": "doing"})  # a case is a step
-
-    racers = run_race(ranks, variants.values(), timer, doing, f"{case}: ")
+    racers = run_race(ranks, variants.values(), timer, tell, f"{case}: ")
     close(racers.values())
     return {one: racers[item.name] for one, item in variants.items()}
 

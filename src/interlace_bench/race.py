@@ -18,16 +18,13 @@ percentile.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
 import random
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +34,7 @@ from interlace.errors import ExecutorError, InterlaceError
 from interlace.launch import Tell
 from interlace.torch_private import cuda_sleep
 from interlace_bench.ranks import Ranks
+from interlace_bench.rows import Row
 
 Run = Callable[..., Any]
 """Launches once, with the inputs of one set."""
@@ -53,13 +51,13 @@ AHEAD_LAUNCHES, AHEAD_ROUNDS = 8, 7
 AHEAD_CYCLES = 4e9
 """Cycles that the device waits for each second of the host's: twice as long as that takes."""
 MOST_CYCLES = 40_000_000
-"""Most cycles that it waits where the host shall be a launch ahead."""
+"""Most cycles that it waits so that the host is ahead."""
 REST_S = 5e-3
 """Seconds that the device rests before a burst."""
 HOST_BATCH = 20
 """Calls between which the host waits for the device, so that it never waits in a call."""
-HOST_CALLS, HOST_BLOCK = 1000, 100
-"""Calls of a variant that `time_in_turn` times, and how many before it is another's turn."""
+HOST_LAUNCHES, HOST_ROUNDS = (4, 100), (2, 10)
+"""Calls of a variant in a turn, and turns, where the host is timed: 1,000 calls in all."""
 ROUNDS = (3, 15)
 """At least and at most so many rounds."""
 
@@ -181,14 +179,43 @@ def run_race(
     by name. Each that is open does the step `measure` alone before the next one is opened."""
     racers: dict[str, Racer] = {}
     for variant in variants:
-        tell({"event": "step", "doing": f"{title}{variant.name}"})
+        tell({"event": "doing", "doing": f"{title}{variant.name}"})
         racer = racers[variant.name] = prepare(ranks, variant)
         if measure is not None:
             also(ranks, racer, measure)
-    tell({"event": "step", "doing": f"{title}timing"})
+    tell({"event": "doing", "doing": f"{title}timing"})
     timer([racer for racer in racers.values() if racer.ready])
     gather(ranks, racers.values())
     return racers
+
+
+def run_cases(
+    ranks: Ranks,
+    cases: Mapping[str, Callable[[float], list[Row]]],
+    seconds: float,
+    tell: Tell,
+    most_s: float = math.inf,
+    kept_s: float = 0.0,
+) -> tuple[list[Row], list[str]]:
+    """The rows of all cases, told as they come, and the names of those for which no time was left.
+
+    Each measures within its part of the `seconds`, at most `most_s`; `kept_s` are left over.
+    """
+    begun = time.monotonic()
+    rows: list[Row] = []
+    skipped: list[str] = []
+    for number, (name, measure) in enumerate(cases.items()):
+        tell({"event": "step", "doing": name})
+        (spent,) = ranks.maximum([time.monotonic() - begun])
+        left = seconds - spent
+        if left <= kept_s:
+            skipped.append(name)
+            continue
+        found = measure(min(most_s, left / (len(cases) - number)))
+        free(ranks)
+        tell({"event": "rows", "rows": found})
+        rows += found
+    return rows, skipped
 
 
 def prepare(ranks: Ranks, variant: Variant) -> Racer:
@@ -273,29 +300,23 @@ def describe(error: BaseException, ranks: Ranks) -> str:
 
 def burst(
     ranks: Ranks,
-    run: Run | None,
+    run: Run,
     inputs: Sets,
     launches: int,
     first: int = 0,
     warm: int = 1,
-    lead: int = LEAD_CYCLES,
-    ahead: bool = False,
+    ahead: int = 0,
 ) -> tuple[float, list[float], float]:
     """Seconds for each launch, host seconds of each call, and the SM clock meanwhile, after `warm`
-    launches and while the device waits `lead` cycles, or `ahead`, for a launch of the host.
-
-    All ranks call it; one without `run` meets the others and does nothing (none goes `ahead` then).
-    """
-    if run is None:
-        ranks.align()
-        return 0.0, [], math.nan
+    launches and while the device waits, where asked until the slowest host is `ahead` by so many
+    launches. All ranks call it."""
+    lead = LEAD_CYCLES
     try:
         for number in range(first, first + warm):  # the variant before left its own traces
             begun = time.perf_counter()
             run(*inputs[number % len(inputs)])
-            if ahead:
-                cycles = int(AHEAD_CYCLES * (time.perf_counter() - begun))
-                lead = max(lead, min(MOST_CYCLES, cycles))
+            cycles = int(ahead * AHEAD_CYCLES * (time.perf_counter() - begun))
+            lead = max(lead, min(MOST_CYCLES, cycles))
     finally:
         ranks.synchronize()
         if ahead:  # by the slowest host: a device that waited less would count the others' wait
@@ -349,9 +370,11 @@ def race(
     seconds: float,
     rounds: tuple[int, int] = ROUNDS,
     launches: tuple[int, int] = LAUNCHES,
-    ahead: bool = False,
+    ahead: int = 0,
+    host: bool = False,
 ) -> None:
-    """Times the variants against one another for about `seconds`.
+    """Times the variants against one another for about `seconds`: bursts, or the calls of the
+    `host`.
 
     `launches` bounds a burst, before which the device may wait until the host is `ahead`: what
     stands amid other work is timed so. A variant that raises is out on all ranks, with the reason;
@@ -365,14 +388,17 @@ def race(
         failed: dict[str, str] = {}
         for racer in random.Random(number).sample(running, len(running)):  # the same on all ranks
             name, count = racer.variant.name, bursts[racer.variant.name]
+            given = racer.run, racer.variant.sets, count
             try:
-                given = racer.run, racer.variant.sets, count, number * (count + 1)
-                each, host, mhz = burst(ranks, *given, ahead=ahead)
+                if host:
+                    racer.host += host_times(ranks, *given)
+                    continue
+                each, calls, mhz = burst(ranks, *given, number * (count + 1), ahead=ahead)
             except Exception as error:
                 failed[name] = describe(error, ranks)
                 continue
             racer.rounds.append(each)
-            racer.host += host
+            racer.host += calls
             racer.clocks += [] if math.isnan(mhz) else [mhz]
         number += 1
         spent = time.perf_counter() - begun
@@ -380,7 +406,7 @@ def race(
         if number >= least and max(ranks.maximum([spent])) * (1 + 1 / number) > seconds:
             break
     for racer in running:  # host times stay this rank's
-        racer.rounds = ranks.maximum(racer.rounds)
+        racer.rounds = racer.host if host else ranks.maximum(racer.rounds)
 
 
 def _launches(
@@ -417,15 +443,14 @@ def _without(ranks: Ranks, failed: Mapping[str, str], racers: Sequence[Racer]) -
 def time_device(ranks: Ranks, racers: Sequence[Racer]) -> None:
     """Times launches where the host is ahead: the device waits for as long as the slowest host
     takes to issue a burst, so that only the device's own time counts. Nothing without a GPU."""
-    running = [racer for racer in racers if racer.ready]
-    found: dict[str, list[float]] = {racer.variant.name: [] for racer in running}
-    for number in range(AHEAD_ROUNDS if ranks.cuda else 0):
-        for racer in random.Random(number).sample(running, len(running)):
-            lead = LEAD_CYCLES + int(AHEAD_CYCLES * AHEAD_LAUNCHES * racer.host_s)
-            given = racer.run, racer.variant.sets, AHEAD_LAUNCHES, number * (AHEAD_LAUNCHES + 1)
-            found[racer.variant.name].append(burst(ranks, *given, lead=lead)[0])
-    for racer in running:
-        racer.figures["device_us"] = median(ranks.maximum(found[racer.variant.name])) * 1e6
+    if not ranks.cuda:
+        return
+    again = [Racer(racer.variant, racer.opened) for racer in racers if racer.ready]
+    launches, rounds = (AHEAD_LAUNCHES, AHEAD_LAUNCHES), (AHEAD_ROUNDS, AHEAD_ROUNDS)
+    race(ranks, again, math.inf, rounds, launches, ahead=AHEAD_LAUNCHES)
+    timed = {racer.variant.name: racer.median * 1e6 for racer in again}
+    for racer in racers:
+        racer.figures["device_us"] = timed.get(racer.variant.name, math.nan)
 
 
 # -- the host ------------------------------------------------------------------------------------
@@ -446,69 +471,33 @@ def host_times(ranks: Ranks, run: Run, inputs: Sets, calls: int) -> list[float]:
     return spent
 
 
-def time_in_turn(ranks: Ranks, racers: Sequence[Racer], seconds: float) -> None:
-    """The time of each of 1,000 calls, by variant, or of fewer that take so long.
-
-    A variant that raises has the reason instead. torch computes with one thread meanwhile: others
-    would have to be woken for each call.
-    """
+def race_hosts(ranks: Ranks, racers: Sequence[Racer], seconds: float) -> None:
+    """Times calls of this rank's host, by variant. torch computes with one thread meanwhile: others
+    would have to be woken for each call."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        until = time.monotonic() + seconds
-        number, blocks = 0, {racer.variant.name: HOST_BATCH for racer in racers}
-        while number < HOST_CALLS // HOST_BLOCK + 1 and (number < 2 or time.monotonic() < until):
-            running = [racer for racer in racers if racer.problem is None]
-            for racer in random.Random(number).sample(running, len(running)):
-                calls = blocks[racer.variant.name]
-                try:
-                    spent = host_times(ranks, racer.run, racer.variant.sets, calls)
-                except Exception as error:
-                    racer.problem = describe(error, ranks)
-                    continue
-                if number:
-                    racer.rounds += spent
-                    continue
-                # The first turn warms up, and tells how many calls a block may have.
-                share = seconds / len(racers) / 2 / (HOST_CALLS / HOST_BLOCK)
-                count = int(max(4, min(HOST_BLOCK, share / max(min(spent), 1e-6))))
-                blocks[racer.variant.name] = count
-            number += 1
+        race(ranks, racers, seconds, HOST_ROUNDS, HOST_LAUNCHES, host=True)
     finally:
         torch.set_num_threads(threads)
-    for racer in racers:
-        racer.host = racer.rounds
 
 
 # -- memory --------------------------------------------------------------------------------------
 
 
 def held(ranks: Ranks) -> float:
-    """Bytes that are in use: on a GPU by tensors, and by others than torch's allocator (memory of
-    peers, NCCL's buffers); on a CPU by the whole process."""
+    """Bytes of the GPU that are in use: by tensors, and by others than torch's allocator (memory of
+    peers, NCCL's buffers)."""
     free(ranks)
-    if not ranks.cuda:
-        ctypes.CDLL(None).malloc_trim(0)
-        return _status("VmRSS")
     torch.cuda.synchronize()
     unused, total = torch.cuda.mem_get_info()
     return total - unused - torch.cuda.memory_reserved() + torch.cuda.memory_allocated()
 
 
 def peak(ranks: Ranks, launch: Callable[[], Any]) -> float:
-    """Most bytes that are in use while something is launched."""
-    before = held(ranks)
-    if not ranks.cuda:
-        Path("/proc/self/clear_refs").write_text("5")
-        launch()
-        return _status("VmHWM")
-    allocated = torch.cuda.memory_allocated()
+    """Most bytes of the GPU that are in use while something is launched."""
+    before, allocated = held(ranks), torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     launch()
     torch.cuda.synchronize()
     return before + torch.cuda.max_memory_allocated() - allocated
-
-
-def _status(name: str) -> float:
-    found = re.search(rf"^{name}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return float(found[1]) * 1024 if found else math.nan

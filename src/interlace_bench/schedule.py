@@ -14,9 +14,8 @@ import hashlib
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,11 +68,6 @@ class RunSettings:
     """Path of the measured timeline as data."""
     timeout_s: float = 60.0
 
-    def options(self, against: bool, trace: bool = False) -> Options:
-        """The options of the Executors of either set."""
-        in_order = against and self.in_order
-        return Options(timeout_s=self.timeout_s, in_order=in_order, trace=trace)
-
 
 @dataclass(frozen=True, slots=True)
 class ResultComparison:
@@ -83,10 +77,6 @@ class ResultComparison:
     """`equal` (bit for bit), `close` (within the tolerance of its type) or `differs`."""
     off: float | None = 0.0
     """The largest difference, as a part of the greatest element; None where that is no number."""
-    at: tuple[int, ...] = ()
-    """Where that is."""
-    found: str = ""
-    wanted: str = ""
 
 
 class OpenedSchedule:
@@ -154,12 +144,7 @@ def work(settings: RunSettings, device: torch.device) -> dict[str, Any] | None:
     sets = [settings.programs, *([settings.against] if settings.against else [])]
     groups = groups_of([program for each in sets for program in each], ranks)
     given = make_inputs(sets, settings, ranks)
-    with contextlib.ExitStack() as stack:
-        opened: list[OpenedSchedule] = []
-        for number, programs in enumerate(sets):
-            options = settings.options(against=number > 0)
-            opened.append(OpenedSchedule(programs, ranks, groups, given, options))
-            stack.callback(opened[-1].executor.close)
+    with opened_sets(sets, settings, ranks, groups, given) as opened:
         seed = settings.seed + ranks.me
         results = [each.results(seed) for each in opened]
         compared = compare_all(*results) if len(results) > 1 else {}
@@ -187,6 +172,26 @@ def work(settings: RunSettings, device: torch.device) -> dict[str, Any] | None:
     if drawing:
         report |= draw(settings, timelines, ranks, seconds)
     return report
+
+
+@contextlib.contextmanager
+def opened_sets(
+    sets: Sequence[Sequence[Program]],
+    settings: RunSettings,
+    ranks: Ranks,
+    groups: Any,
+    given: dict[str, Tensor],
+    trace: bool = False,
+) -> Iterator[list[OpenedSchedule]]:
+    """This rank's Program of each set, bound; the second set, the reference, may be in order."""
+    with contextlib.ExitStack() as stack:
+        opened: list[OpenedSchedule] = []
+        for programs in sets:
+            in_order = bool(opened) and settings.in_order
+            options = Options(timeout_s=settings.timeout_s, in_order=in_order, trace=trace)
+            opened.append(OpenedSchedule(programs, ranks, groups, given, options))
+            stack.callback(opened[-1].executor.close)
+        yield opened
 
 
 def groups_of(programs: Sequence[Program], ranks: Ranks) -> dict[tuple[str, tuple[int, ...]], Any]:
@@ -270,23 +275,17 @@ def compare_all(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str
 def compare(found: Tensor, wanted: Tensor) -> ResultComparison:
     """Compares a tensor with its reference, bit for bit and then within the tolerance."""
     if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
-        return ResultComparison("differs", None, (), _type(found), _type(wanted))
+        return ResultComparison("differs", None)
     if torch.equal(_bytes(found), _bytes(wanted)):
         return ResultComparison("equal")
     wide = torch.complex128 if found.is_complex() else torch.float64
-    one, other = found.cpu().to(wide).reshape(-1), wanted.cpu().to(wide).reshape(-1)
-    apart = (one - other).abs()
+    one, other = found.cpu().to(wide), wanted.cpu().to(wide)
     same = (one == other) | (one.isnan() & other.isnan())
-    apart = torch.where(same, 0.0, torch.nan_to_num(apart, nan=math.inf))
+    most = torch.where(same, 0.0, torch.nan_to_num((one - other).abs(), nan=math.inf)).max().item()
     greatest = torch.nan_to_num(other.abs(), nan=0.0, posinf=0.0).max().item()
-    place = int(apart.argmax())
-    most = apart[place].item()
     off = most / greatest if greatest else (math.inf if most else 0.0)
-    allowed = TOLERANCES.get(found.dtype, 0.0)
-    at = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), found.shape))
-    shown = (str(x.reshape(-1)[place].item()) for x in (found, wanted))
-    verdict = "close" if off <= allowed else "differs"
-    return ResultComparison(verdict, off if math.isfinite(off) else None, at, *shown)
+    verdict = "close" if off <= TOLERANCES.get(found.dtype, 0.0) else "differs"
+    return ResultComparison(verdict, off if math.isfinite(off) else None)
 
 
 def timed(opened: Sequence[OpenedSchedule], runs: int, ranks: Ranks) -> list[list[float]]:
@@ -319,12 +318,7 @@ def traced(
     """The timeline of each set of Programs on all ranks: of some runs, the one of median time; the
     sets take turns. All ranks call it."""
     found: list[list[Timeline]] = [[] for _ in sets]
-    with contextlib.ExitStack() as stack:
-        opened: list[OpenedSchedule] = []
-        for number, programs in enumerate(sets):
-            options = settings.options(against=number > 0, trace=True)
-            opened.append(OpenedSchedule(programs, ranks, groups, given, options))
-            stack.callback(opened[-1].executor.close)
+    with opened_sets(sets, settings, ranks, groups, given, trace=True) as opened:
         for _ in range(WARM_UPS + TRACED_RUNS):
             for each, runs in zip(opened, found, strict=True):
                 ranks.align()
@@ -346,21 +340,11 @@ def draw(
 ) -> dict[str, Any]:
     """Writes the page and the data that are wanted; what they show as figures, and their paths.
     `seconds` are those of the runs that were timed and not recorded."""
-    files: list[Path] = []
+    report: dict[str, Any] = {"figures": figures_json(timelines), "files": []}
     if settings.out is not None:
-        files.append(write_whole(settings.out, timelines[0].to_json() + "\n"))
-    if settings.html is not None:
-        files.append(_page(settings.html, settings, timelines, ranks, seconds))
-    return {"figures": figures_json(timelines), "files": list(map(str, files))}
-
-
-def _page(
-    path: str,
-    settings: RunSettings,
-    timelines: Sequence[Timeline],
-    ranks: Ranks,
-    seconds: Sequence[Sequence[float]],
-) -> Path:
+        report["files"].append(str(write_whole(settings.out, timelines[0].to_json() + "\n")))
+    if settings.html is None:
+        return report
     machine, before = machine_for(Options(), ranks.device.type), None
     if settings.against:
         predicted = None if settings.in_order else simulate(settings.against, machine)
@@ -375,4 +359,5 @@ def _page(
             " → ".join(milliseconds(statistics.median(spent)) for spent in reversed(seconds)),
         ),
     ]
-    return write_page([run], path, facts=facts)
+    report["files"].append(str(write_page([run], settings.html, facts=facts)))
+    return report

@@ -181,23 +181,15 @@ class KernelSettings(RaceSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings(RaceSettings):
-    """A model, and the link that moves its buckets."""
+    """A model trained by layer-wise optimizers and others."""
 
     name, known = "optimizer", OPTIMIZERS
     model: Annotated[
-        Literal["llama3-8b", "small", "tiny"] | None,
-        typer.Option(help="Default: small on CPUs, llama3-8b on GPUs."),
+        Literal["llama3-8b", "tiny"] | None,
+        typer.Option(help="Default: tiny on CPUs, llama3-8b on GPUs."),
     ] = None
-    link: Annotated[
-        float, typer.Option(help="GB/s of the link that CPU ranks shall have; 0: as it is.")
-    ] = 0.0
     check: Bars = False
     world: World = None
-
-    def __post_init__(self) -> None:
-        RaceSettings.__post_init__(self)
-        if self.link < 0:
-            raise OptionError("--link must be >= 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

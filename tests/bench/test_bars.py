@@ -119,12 +119,6 @@ def test_fp8_has_a_bar_of_its_own() -> None:
     assert len(both) == len(plain) + 2
 
 
-def test_rows_of_other_types_are_judged_too() -> None:
-    assert [v.figure for v in judge("overlap", timed("f32"))] == [
-        v.figure for v in judge("overlap", timed())
-    ]
-
-
 # -- kernels ---------------------------------------------------------------------------------------
 
 CE = {"op": "cross-entropy", "shape": "8192x128256", "dtype": "bf16", "does": "forward+backward"}

@@ -36,9 +36,7 @@ def transfers(kind: str, backend: str, latency: float, rate: float, **more: obje
 
 def test_transfers() -> None:
     samples = [
-        *transfers("get", "peer", 5e-6, 400e9, protocol="ce", ranks=4, concurrent=True),
-        *transfers("get", "peer", 3e-6, 500e9, protocol="ce", ranks=4),
-        *transfers("get", "peer", 2e-6, 100e9, protocol="sm", ranks=4, concurrent=True),
+        *transfers("get", "peer", 5e-6, 400e9, protocol="ce", ranks=4),
         *transfers("all_gather", "nccl", 12e-6, 350e9, ranks=4),
         *transfers("all_gather", "nccl", 9e-6, 320e9, ranks=2),
         *transfers("all_reduce", "peer", 7e-6, 200e9, ranks=4),
@@ -76,27 +74,12 @@ def test_matmuls_answer_for_themselves_and_move_the_speed_of_their_type() -> Non
     assert gemm_seconds(machine, DType.f32, *other) == gemm_seconds(H200, DType.f32, *other)
 
 
-def test_what_copies_cost_a_matmul() -> None:
-    shape = (8192, 8192, 8192)
-    samples = [
-        Sample(kind="gemm", dtype="bf16", shape=shape, seconds=1.0e-3),
-        Sample(kind="gemm", dtype="bf16", shape=shape, seconds=1.25e-3, under="copies"),
-    ]
-    machine = fit(samples, H200)
-    assert machine.link("peer").steals == pytest.approx(0.2)
-    assert machine.gemms[0].seconds == 1.0e-3
-    alone = fit(samples[1:], H200)
-    assert alone.link("peer").steals == H200.link("peer").steals
-    assert alone.gemms == ()
-
-
 def test_host_and_memory() -> None:
     samples = [
         Sample(kind="issue", protocol="call", seconds=7e-6),
         Sample(kind="issue", protocol="call", seconds=9e-6),
         Sample(kind="issue", protocol="collective", seconds=20e-6),
         Sample(kind="issue", protocol="signal", seconds=3e-6),
-        Sample(kind="event", seconds=2e-6),
         *(Sample(kind="copy", nbytes=n, seconds=3e-6 + 2 * n / 2e12) for n in (1 << 20, 1 << 28)),
     ]
     machine = fit(samples, H200)
@@ -106,7 +89,7 @@ def test_host_and_memory() -> None:
     assert fit(samples, H200.replayed).issue, "of a base whose host takes nothing"
     before = dict(H200.issue)
     assert issue["peer"] == pytest.approx(16e-6 / before["call"] * before["peer"])
-    assert machine.event_s == 2e-6
+    assert machine.event_s == H200.event_s
     assert machine.memory_bandwidth == pytest.approx(2e12, rel=0.01)
 
 
@@ -139,20 +122,18 @@ def test_what_only_the_host_did_tells_little_of_the_device() -> None:
 
 def test_any_kinds_may_be_missing(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
-    kinds = ["get", "put", "send", "all_gather", "all_reduce", "gemm", "launch", "event", "issue"]
+    kinds = ["get", "put", "send", "all_gather", "all_reduce", "gemm", "launch", "issue"]
     kinds += ["copy", "barrier", "something new"]
     samples = [
         Sample(
             kind=rng.choice(kinds),
             backend=rng.choice(["", "nccl", "peer", "gloo", "ucc"]),
-            protocol=rng.choice(["", "ce", "sm", "call"]),
+            protocol=rng.choice(["", "ce", "cpu", "call"]),
             dtype=rng.choice(["", "bf16", "int3"]),
             nbytes=rng.choice([0, 1, 1 << 20]),
             shape=rng.choice([(0, 0, 0), (8, 8, 8), (512, 256, 128)]),
             ranks=rng.choice([0, 1, 2, 4]),
             seconds=rng.choice([0.0, -1.0, float("nan"), float("inf"), 1e-6, 1e-3]),
-            concurrent=rng.random() < 0.5,
-            under=rng.choice(["", "gemm", "copies"]),
         )
         for _ in range(40)
     ]

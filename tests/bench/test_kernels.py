@@ -22,7 +22,7 @@ from interlace_bench.kernels import adam, grouped, losses, muon
 from interlace_bench.kernels.case import COPY, OURS, BuiltCase, KernelCase, time_case
 from interlace_bench.kernels.host import COUNTS, LAYERS, host_cases
 from interlace_bench.kernels.work import cases_of
-from interlace_bench.race import Opened, Racer, Variant, time_in_turn
+from interlace_bench.race import Opened, Racer, Variant, race_hosts
 from interlace_bench.ranks import Alone
 from interlace_bench.rows import read
 from interlace_bench.settings import KERNELS, KernelSettings
@@ -260,10 +260,10 @@ def test_host_times_take_turns_and_are_of_many_calls() -> None:
         for name, run in {**runs, "broken": broken}.items()
         for opened in [Opened(run, lambda: 0.0)]
     }
-    time_in_turn(ALONE, [*found.values()], seconds=5.0)
+    race_hosts(ALONE, [*found.values()], seconds=5.0)
     assert torch.get_num_threads() == threads
     assert len(found["a"].rounds) == len(found["b"].rounds) == 1000
-    assert found["broken"].problem == "ValueError: no"
+    assert found["broken"].problem == "rank 0: ValueError: no"
     turns = sum(one != other for one, other in pairwise(order))
     assert turns >= 10, "a block of one, a block of the other"
 

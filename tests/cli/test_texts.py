@@ -264,7 +264,7 @@ def test_explain_refuses_to_lower_again(sound: str, given: list[str]) -> None:
 
 def test_explain_counts_what_a_text_without_sites_sends(sound: str) -> None:
     text = run("explain", sound)
-    assert "the text states no sites; it has 1 one-sided copy\n" in text
+    assert "the text states no sites; it has 1 get\n" in text
 
 
 def test_only_json_is_printed_where_json_is_asked_for(

@@ -163,7 +163,7 @@ def run_all(kind: str, backend: str, seed: int, topic: str, in_place: bool) -> i
     return len(specs)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kind", "backend", "in_place"),
     [

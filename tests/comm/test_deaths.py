@@ -17,7 +17,7 @@ from tests.support.deaths import blamed, trial, wrong
 from tests.support.pool import Pool
 
 from interlace.comm.backends import await_ranks
-from interlace.comm.rendezvous.liveness import PeerProcess, identity, lost_store, store_holder
+from interlace.comm.rendezvous.liveness import PeerProcess, lost_store
 from interlace.comm.rendezvous.patience import Errand
 
 LIMIT_S = 1.5
@@ -42,17 +42,6 @@ def test_who_is_blamed_is_read_from_the_words_of_errors() -> None:
     assert blamed("rank 1 cannot come to 'x' any more, for it stopped: oh") == set()
 
 
-def test_errors_say_who_holds_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert store_holder(1, {}) == "rank 0"
-    assert store_holder(1, {0: PeerProcess.of(*identity())}) == "a process that is no rank"
-    assert "has ended, and the store" in lost_store(
-        RuntimeError("gone"), 1, {0: PeerProcess(None, ended=True)}
-    )
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert store_holder(1, {}) == "the launcher"
-    assert "the launcher, which holds it" in lost_store(RuntimeError("gone"), 1, {}, known=True)
-
-
 class EndsMeanwhile(PeerProcess):
     """A process that is seen to live once, and has ended when it is asked for anew."""
 
@@ -67,6 +56,7 @@ def test_a_holder_that_leaves_because_of_another_is_not_blamed() -> None:
     """Rank 1 was killed; the store goes with rank 0 an instant before that process ends."""
     lives = {0: EndsMeanwhile(None), 1: PeerProcess(None, ended=True)}
     assert blamed(lost_store(RuntimeError("reset by peer"), 2, lives)) == {1}
+    assert blamed(lost_store(RuntimeError("reset by peer"), 2, {0: EndsMeanwhile(None)})) == {0}
 
 
 def test_a_connection_that_breaks_names_the_process_that_ends_after_it() -> None:
@@ -110,5 +100,5 @@ def prepare_over_a_stopped_store() -> Outcome:
 def test_a_stopped_holder_of_the_store_is_an_error_within_the_limit(pool: Pool) -> None:
     error, text, seconds = pool(2).run(prepare_over_a_stopped_store, replace=True)[1]
     assert error == "CommTimeoutError"
-    assert f"has not answered for {LIMIT_S:g} s: rank 0, which holds it, is stopped" in text
+    assert f"has not answered for {LIMIT_S:g} s: the process that holds it (rank 0," in text
     assert seconds < LIMIT_S + 4

@@ -123,17 +123,6 @@ def test_whatever_the_system_refuses_is_one_error(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_left_when_a_process_dies() -> None:
-    code = (
-        "import os, signal; from interlace.comm import Segment\n"
-        "s = Segment.create(1 << 20); s.unlink(); s.bytes(0, 9).fill_(1)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    child = subprocess.Popen([sys.executable, "-c", code])
-    assert child.wait(60) == -9
-    assert left_over(child.pid) == []
-
-
 def test_a_wait_returns_when_ready_and_else_says_what_it_was() -> None:
     wait = BoundedWait(0.2, lambda: "rank 0, `expect(ready, 1)`", log=lambda: "main: done")
     wait.until(lambda: True)
@@ -241,23 +230,6 @@ def ping_pong(rounds: int, seed: int) -> bool:
 @pytest.mark.parametrize("world", [2, 4])
 def test_data_behind_a_counter_is_whole(pool: Pool, world: int, seed: int) -> None:
     assert pool(world).run(ping_pong, 300, seed) == [True] * world
-
-
-def share_too_much(greedy: int) -> tuple[str, str, list[str]]:
-    me = dist.get_rank()
-    board = Board(dist.distributed_c10d._get_default_store(), range(3), me, "greedy")
-    try:
-        share(board, "x", 2**50 if me == greedy else 4096, {}, 20.0)
-    except SharedMemoryError as error:
-        return type(error).__name__, str(error), left_over(os.getpid())
-    return "shared", "", []
-
-
-def test_all_ranks_hear_that_one_lacks_memory(pool: Pool) -> None:
-    for rank, (error, text, left) in enumerate(pool(3).run(share_too_much, 1)):
-        assert error == "SharedMemoryError"
-        assert ("rank 1: " in text) == (rank != 1)
-        assert left == []
 
 
 def share_without_descriptors(poor: int, left: int) -> tuple[str, str, float, list[str]]:

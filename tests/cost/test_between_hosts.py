@@ -104,7 +104,7 @@ def test_what_is_inside_does_not_slow_what_is_between() -> None:
 
 
 def samples(kind: str, latency: float, rate: float, ranks: int, hosts: int) -> list[Sample]:
-    blank = Sample(kind=kind, seconds=1.0, nbytes=1, ranks=ranks, hosts=hosts, concurrent=True)
+    blank = Sample(kind=kind, seconds=1.0, nbytes=1, ranks=ranks, hosts=hosts)
     per_byte = blank.interface_bytes(shared=True) / rate
     return [
         Sample(
@@ -114,7 +114,6 @@ def samples(kind: str, latency: float, rate: float, ranks: int, hosts: int) -> l
             nbytes=n,
             ranks=ranks,
             hosts=hosts,
-            concurrent=True,
         )
         for n in (1, 1 << 16, 1 << 20, 1 << 24)
     ]

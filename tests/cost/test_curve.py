@@ -15,26 +15,18 @@ def line(nbytes: float) -> float:
     return 10e-6 + nbytes / 100e9
 
 
-def test_measured_sizes_answer_for_themselves() -> None:
-    points = tuple((float(n), line(n)) for n in (1 << 10, 1 << 16, 1 << 22, 1 << 28))
+def test_sizes_that_were_measured_between_them_and_beyond() -> None:
+    points = tuple((float(1 << p), line(1 << p)) for p in range(10, 31))
     curve = Curve(points)
     for nbytes, seconds in points:
         assert curve.seconds(nbytes) == pytest.approx(seconds)
-    assert curve.latency_s == points[0][1]
     assert curve.bandwidth == pytest.approx(points[-1][0] / points[-1][1])
-
-
-def test_sizes_between_and_beyond() -> None:
-    curve = Curve(tuple((float(1 << p), line(1 << p)) for p in range(10, 31)))
     for nbytes in (3e3, 5e5, 7e6, 9e7, 4e9):
         assert curve.seconds(nbytes) == pytest.approx(line(nbytes), rel=0.02)
-    assert curve.seconds(1) == curve.seconds(0) == curve.latency_s
-
-
-def test_one_point() -> None:
-    curve = Curve(((1e6, 1e-3),))
-    assert curve.seconds(10) == 1e-3
-    assert curve.seconds(2e6) == pytest.approx(2e-3)
+    assert curve.seconds(1) == curve.seconds(0) == curve.latency_s == points[0][1]
+    alone = Curve(((1e6, 1e-3),))
+    assert alone.seconds(10) == 1e-3
+    assert alone.seconds(2e6) == pytest.approx(2e-3)
 
 
 def test_a_curve_never_falls(seed: int) -> None:

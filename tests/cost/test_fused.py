@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.cost.test_simulate import HEAD, ROUND
 
-from interlace.cost import default_machine, op_kind, run_issue_seconds, simulate
+from interlace.cost import Machine, default_machine, op_kind, run_issue_seconds, simulate
 from interlace.cost.op_times import issue_seconds
 from interlace.ir import parse
 
@@ -45,12 +45,13 @@ TILED = FAST.replace(gemm_tile=(8, 8), units=4)
 """Four tiles at once, each of which takes four seconds."""
 
 
-def test_a_part_of_a_wave_takes_a_tile_from_when_it_may_begin() -> None:
+@pytest.mark.parametrize(("machine", "ends"), [(TILED, 3 + 4), (FAST, 4)])
+def test_a_part_takes_its_time_from_when_it_may_begin(machine: Machine, ends: int) -> None:
     """Units that have been idle since the kernel began make it no faster."""
     text = parts(MM.format("a"), f"wait(e), {MM.format('b')}")
     gathers = "    side: all_gather(x, z, team=tp)\n" * 3
     late = text.replace("    main: fused", gathers + "    side: record(e)\n    main: fused")
-    assert simulate(parse(late), TILED).makespan_s == pytest.approx(3 + 4)
+    assert simulate(parse(late), machine).makespan_s == pytest.approx(ends)
 
 
 def test_a_part_of_a_later_wave_begins_when_units_are_free() -> None:
@@ -74,27 +75,17 @@ def test_units_fall_free_while_a_part_waits(gathers: int, ends: int) -> None:
     assert simulate(program, TILED).makespan_s == pytest.approx(ends)
 
 
-def test_what_comes_of_one_wave_is_there_at_its_end() -> None:
+@pytest.mark.parametrize(("machine", "begins", "ends"), [(FAST, 1, 3), (TILED, 4, 5)])
+def test_a_record_in_a_part_holds_others_up_to_there(
+    machine: Machine, begins: int, ends: int
+) -> None:
     text = parts(f"{MM.format('a')}, record(e)", MM.format("b"), MM.format("c"))
     text += "    side: wait(e)\n    side: all_gather(x, z, team=tp)\n"
-    (gather,) = [s for s in simulate(parse(text), TILED).of(rank=0).spans if s.name == "all_gather"]
-    assert gather.start_s == pytest.approx(4)
-
-
-def test_a_part_waits_where_it_stands() -> None:
-    text = parts(MM.format("a"), f"wait(e), {MM.format('b')}")
-    gathers = "    side: all_gather(x, z, team=tp)\n" * 3
-    late = text.replace("    main: fused", gathers + "    side: record(e)\n    main: fused")
-    assert simulate(parse(late), FAST).makespan_s == pytest.approx(4)
-
-
-def test_a_record_in_a_part_holds_others_up_to_there() -> None:
-    text = parts(f"{MM.format('a')}, record(e)", MM.format("b"), MM.format("c"))
-    text += "    side: wait(e)\n    side: all_gather(x, z, team=tp)\n"
-    timeline = simulate(parse(text), FAST)
+    timeline = simulate(parse(text), machine)
     (gather,) = [s for s in timeline.of(rank=0).spans if s.name == "all_gather"]
-    assert (gather.start_s, gather.end_s) == pytest.approx((1, 2))
-    assert timeline.makespan_s == pytest.approx(3)
+    assert gather.start_s == pytest.approx(begins)
+    assert gather.end_s == pytest.approx(begins + 1)
+    assert timeline.makespan_s == pytest.approx(ends)
 
 
 def test_signals_inside() -> None:

@@ -52,13 +52,6 @@ def mm(name: str, stream: str = "main") -> str:
     return f"{stream}: {MM.format(name)}"
 
 
-def test_a_stream_runs_one_op_after_another() -> None:
-    assert times(played("main: copy(x, y)", "main: copy(x, y)")) == [
-        ("copy", 0, 1),
-        ("copy", 1, 2),
-    ]
-
-
 def test_streams_run_at_once_as_far_as_lanes_go() -> None:
     fast = ROUND.replace(gemm_flops=(("other", 1024.0),), memory_bandwidth=1e9)
     two = [mm("a"), mm("b", "side")]
@@ -68,14 +61,11 @@ def test_streams_run_at_once_as_far_as_lanes_go() -> None:
     assert played(*three, machine=fast).makespan_s == 1.5
 
 
-def test_a_matmul_is_bound_by_arithmetic_or_by_bytes() -> None:
+def test_a_matmul_is_bound_by_arithmetic_or_by_bytes_in_whole_waves() -> None:
     assert played(mm("a"), machine=ROUND.replace(memory_bandwidth=1e9)).makespan_s == 1
     assert played(mm("a")).makespan_s == 512 / 32, "one operand read twice counts once"
-
-
-def test_whole_waves_of_tiles() -> None:
-    machine = ROUND.replace(memory_bandwidth=1e9, gemm_tile=(8, 8), units=2)
-    assert played(mm("a"), machine=machine).makespan_s == 2, "a second unit idles"
+    tiled = ROUND.replace(memory_bandwidth=1e9, gemm_tile=(8, 8), units=2)
+    assert played(mm("a"), machine=tiled).makespan_s == 2, "a second unit idles"
 
 
 def test_a_wait_waits_for_its_record() -> None:
@@ -94,16 +84,12 @@ def test_the_host_waits_for_a_stream() -> None:
     assert times(timeline) == [("copy", 0, 1), ("copy", 1, 2)]
 
 
-def test_issuing_takes_the_host_time() -> None:
-    timeline = played(
-        "main: copy(x, y)", "side: copy(x, z[0:4])", machine=ROUND.replace(issue_s=0.5)
-    )
+def test_issuing_takes_the_host_time_and_launching_the_streams() -> None:
+    lines = ("main: copy(x, y)", "side: copy(x, z[0:4])")
+    timeline = played(*lines, machine=ROUND.replace(issue_s=0.5))
     assert [start for _, start, _ in times(timeline)] == [0.5, 1.0]
-
-
-def test_launching_takes_the_stream_time() -> None:
-    timeline = played("main: copy(x, y)", machine=ROUND.replace(launch_s=0.25))
-    assert times(timeline) == [("copy", 0, 1.25)]
+    timeline = played(lines[0], lines[0], machine=ROUND.replace(launch_s=0.25))
+    assert times(timeline) == [("copy", 0, 1.25), ("copy", 1.25, 2.5)]
 
 
 COLLECTIVES = {
@@ -223,9 +209,8 @@ def test_stuck(lines: tuple[str, str]) -> None:
         )
         for rank, line in enumerate(lines)
     ]
-    with pytest.raises(SoundnessError, match="for ever") as error:
+    with pytest.raises(SoundnessError, match="for ever: `interlace check` says where"):
         simulate(programs, ROUND)
-    assert "rank 0, main: op" in str(error.value)
 
 
 def test_a_wait_for_nothing() -> None:

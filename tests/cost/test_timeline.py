@@ -38,9 +38,6 @@ def test_ranks_are_summed_and_never_mixed() -> None:
     assert timeline.figures(0).overlap_s == timeline.figures(1).overlap_s == 0
     total = timeline.figures()
     assert (total.makespan_s, total.compute_s, total.comm_s, total.hidden) == (5, 4, 2, 0)
-
-
-def test_without_communication_nothing_is_hidden() -> None:
     assert Timeline((span(0, 2),)).figures().hidden == 0
     assert Timeline(()).figures().makespan_s == 0
 
@@ -72,24 +69,21 @@ def test_json_round_trip() -> None:
 
 
 GOOD = json.loads(Timeline((span(0, 1),)).to_json())
-BAD = {
-    "no JSON": ("{", "no timeline"),
-    "no object": ("[]", "no timeline"),
-    "another schema": (json.dumps({**GOOD, "schema": 99}), "schema 99"),
-    "no spans": (json.dumps({"schema": 1}), r"no timeline \(KeyError: 'spans'\): give the JSON"),
-    "a short span": (json.dumps({**GOOD, "spans": [[0, "main"]]}), "not enough values"),
-    "an unknown kind": (
-        json.dumps({**GOOD, "spans": [[0, "main", 0, "x", 0, 1, None, "magic"]]}),
-        "magic",
-    ),
-    "no number": (
+BAD = [
+    ("{", "no timeline"),
+    ("[]", "no timeline"),
+    (json.dumps({**GOOD, "schema": 99}), "schema 99"),
+    (json.dumps({"schema": 1}), r"no timeline \(KeyError: 'spans'\): give the JSON"),
+    (json.dumps({**GOOD, "spans": [[0, "main"]]}), "not enough values"),
+    (json.dumps({**GOOD, "spans": [[0, "main", 0, "x", 0, 1, None, "magic"]]}), "magic"),
+    (
         json.dumps({**GOOD, "spans": [[0, "main", 0, "x", "soon", 1, None, "comm"]]}),
-        "could not convert string to float: 'soon'",
+        "float: 'soon'",
     ),
-}
+]
 
 
-@pytest.mark.parametrize(("text", "message"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize(("text", "message"), BAD)
 def test_bad_files(text: str, message: str) -> None:
     with pytest.raises(ParseError, match=message):
         Timeline.from_json(text)

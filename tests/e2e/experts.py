@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from interlace.nn.grouped.linear import grouped_linear_ops
@@ -111,25 +110,6 @@ class Gated(Experts):
         tokens = self.to_experts(self.exchange(x))
         h = torch.relu(torch.bmm(tokens, self.gate)) * torch.bmm(tokens, self.up)
         return self.exchange(self.from_experts(torch.bmm(h, self.down) + self.bias))
-
-
-class Routed(nn.Module):
-    """A whole layer: each token goes to its best expert while there is room, and is scaled."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.experts = Experts(group)
-        self.router = nn.Parameter(torch.empty(DIM, self.experts.ranks * EXPERTS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = torch.softmax(x @ self.router, -1)
-        best, expert = weights.max(-1)
-        chosen = F.one_hot(expert, weights.shape[-1])
-        place = (chosen.cumsum(0) * chosen).sum(-1) - 1
-        room = F.one_hot(place.clamp(max=ROOM), ROOM + 1)[:, :ROOM]
-        mask = (chosen[:, :, None] * room[:, None, :]).to(x.dtype)
-        tokens = torch.einsum("sec,sh->ech", mask, x)
-        return torch.einsum("sec,ech->sh", mask * best[:, None, None], self.experts(tokens))
 
 
 def filled(module: nn.Module, seed: int, exact: bool) -> nn.Module:

@@ -23,7 +23,6 @@ from tests.e2e.experts import (
     Gated,
     Grouped,
     Layers,
-    Routed,
     filled,
     step,
 )
@@ -32,7 +31,6 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 
-import interlace
 from interlace.frontend import capture
 from interlace.ir import Collective, Program
 from interlace.launch import has_avx512
@@ -145,49 +143,6 @@ def test_one_axis_of_two(pool: Pool, seed: int) -> None:
     for found in pool(4).run(compare, *args, timeout_s=100.0):
         assert_overlapped(found, "peer")
         assert not found["different"]
-
-
-def compare_routed(seed: int, options: dict[str, Any]) -> dict[str, Any]:
-    """On one rank: a whole layer with its router, against eager."""
-    group = group_of(1)
-    torch.manual_seed(seed + dist.get_rank())
-    return against_eager(filled(Routed(group), seed, False), (48, DIM), "float32", False, options)
-
-
-def test_a_layer_with_a_router(pool: Pool, seed: int) -> None:
-    for found in pool(2).run(compare_routed, seed, STRATEGIES["peer"], timeout_s=100.0):
-        assert_overlapped(found, "peer")
-        assert found["far"] < 1e-5
-        if has_avx512():
-            assert not found["different"]
-
-
-def compare_in_order(seed: int) -> list[str]:
-    """On one rank: overlapped and the same ops one after another, without gradients too."""
-    group = group_of(1)
-    module = filled(Experts(group), seed, False)
-    torch.manual_seed(seed + dist.get_rank())
-    x, grad = torch.randn(2, group.size() * EXPERTS, ROOM, DIM)
-    traces: list[list[Tensor]] = []
-    for options in ({}, {"in_order": True}):
-        torch.compiler.reset()
-        given = {"timeout_s": 30.0, **STRATEGIES["peer"], **options}
-        compiled = torch.compile(module, backend="interlace", options=given)
-        trace = step(compiled, module, x, grad)
-        with torch.no_grad():
-            trace.append(compiled(x))
-        traces.append(trace)
-    interlace.reset()
-    return [
-        f"tensor {i}"
-        for i, (mine, theirs) in enumerate(zip(*traces, strict=True))
-        if not torch.equal(mine, theirs)
-    ]
-
-
-def test_equals_in_order(pool: Pool, seed: int) -> None:
-    for different in pool(2).run(compare_in_order, seed, timeout_s=100.0):
-        assert not different
 
 
 def compare_shown(code: str, seed: int) -> dict[str, Any]:

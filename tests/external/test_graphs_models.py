@@ -67,15 +67,9 @@ def test_the_demo() -> None:
         assert any("c10d" in str(node.target) for node in gm.graph.nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("Llama", marks=pytest.mark.slow),
-        "GPT2",
-        pytest.param("Mixtral", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("kind", ["Llama", "GPT2", "Mixtral"])
 def test_language_models(kind: str) -> None:
     model = language_model(kind)
     check_both(lambda tokens: model(tokens, use_cache=False).logits, torch.randint(0, 64, (2, 8)))

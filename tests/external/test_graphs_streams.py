@@ -241,17 +241,6 @@ def test_views_share_memory_and_halves_do_not() -> None:
     assert halves(1) == {"race"}
 
 
-def test_bare_waits_are_a_remark() -> None:
-    g = Maker()
-    x = g.input("x")
-    g.sync("wait_stream", 0, 1)
-    g.sync("record_event", 3, 0)
-    g.sync("wait_event", 3, 0)
-    report = check_graph(g.done(g.call(AOT.add.Tensor, x, 1)))
-    assert report.sound
-    assert [f.kind for f in report.findings] == ["unanchored"]
-
-
 def test_random_programs_against_vector_clocks(seed: int) -> None:
     """Random nodes and syncs on three streams: the verdict of a few lines that run them."""
     rng = random.Random(seed)

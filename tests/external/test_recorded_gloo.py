@@ -67,15 +67,6 @@ def another_dtype(rank: int, groups: list[dist.ProcessGroup]) -> None:
     reduces(groups[0], 4, torch.int32 if rank == 1 else torch.float32)
 
 
-def another_kind(rank: int, groups: list[dist.ProcessGroup]) -> None:
-    reduces(groups[0])
-    about_to_hang(groups)
-    if rank == 2:
-        dist.barrier(group=groups[0])
-    else:
-        reduces(groups[0], 5)
-
-
 def default_group(rank: int, groups: list[dist.ProcessGroup]) -> None:
     about_to_hang([*groups, c10d._get_default_group()])
     if rank == 0:
@@ -118,13 +109,12 @@ def record(name: str, folder: str) -> None:
 
 CASES: dict[str, Case] = {
     case.__name__: case
-    for case in (left_behind, opposite_order, another_dtype, another_kind, default_group, sound)
+    for case in (left_behind, opposite_order, another_dtype, default_group, sound)
 }
 VERDICTS = {
     "left_behind": (3, "missing", "rank 1 did not issue broadcast [3] Float, number 2 of group 1"),
     "opposite_order": (2, "cycle", "ranks 0 and 1 wait for each other"),
     "another_dtype": (2, "mismatch", "disagree on the element type of number 2"),
-    "another_kind": (4, "mismatch", "disagree on the kind of number 2: rank 2 against"),
 }
 
 

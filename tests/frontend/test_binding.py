@@ -30,7 +30,6 @@ class Recorded:
 
 def bound(monkeypatch: pytest.MonkeyPatch, options: Options, host: str = "") -> Recorded:
     monkeypatch.setattr(binding, "Executor", Recorded)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("interlace.runtime.machine.gpus_of", lambda device: "")
     names = frozenset(filter(None, [host]))
@@ -41,13 +40,6 @@ def bound(monkeypatch: pytest.MonkeyPatch, options: Options, host: str = "") -> 
 
 def remarks(executor: Recorded) -> str:
     return " ".join(remark.text for remark in executor.program.remarks)
-
-
-def test_the_current_gpu_is_taken_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = bound(monkeypatch, Options())
-    assert executor.given["device"] == torch.device("cuda", 3)
-    assert binding.placed("cuda:1") == torch.device("cuda", 1)
-    assert binding.placed("cpu") == torch.device("cpu")
 
 
 def test_a_backward_without_an_origin_does_not_keep_the_last_one() -> None:

@@ -177,19 +177,6 @@ def test_copies_of_a_compiled_module(seed: int) -> None:
 
 
 @both
-def test_lazily_conjugated_and_negated_arguments(compile: Compile, seed: int) -> None:
-    torch.manual_seed(seed)
-    x = torch.randn(6, 3, dtype=torch.complex64)
-    call = compile(lambda x: torch.view_as_real(x.resolve_conj()).sum(0))
-    for given in (x, x.conj(), x[::2].conj(), x):
-        want = torch.view_as_real(given.resolve_conj()).sum(0)
-        torch.testing.assert_close(call(given), want)
-    negate = compile(lambda x: x.resolve_neg().t().contiguous())
-    for given in (x.imag, x.conj().imag):
-        assert torch.equal(negate(given), given.resolve_neg().t())
-
-
-@both
 def test_a_lazily_conjugated_argument_cannot_be_written(compile: Compile, seed: int) -> None:
     torch.manual_seed(seed)
     x = torch.randn(2, dtype=torch.complex64)

@@ -19,7 +19,6 @@ import interlace
 from interlace.comm import team_of
 from interlace.errors import ExecutorError
 from interlace.frontend import backend
-from interlace.frontend.calling.arguments import signature
 
 
 def write_then_read(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -63,13 +62,6 @@ def test_what_torch_conjugates_only_when_it_reads_is_so_in_the_graph(kind: str) 
     assert torch.equal(mine, theirs)
     (one,), (other,) = torch.autograd.grad(mine, w), torch.autograd.grad(theirs, w)
     assert torch.equal(one, other)
-
-
-def test_the_stride_of_a_dimension_of_one_says_nothing() -> None:
-    row, turned = torch.ones(1, 8), torch.ones(8, 1).t()
-    assert row.stride() != turned.stride()
-    assert signature([row]) == signature([turned])
-    assert signature([torch.ones(2, 8)]) != signature([torch.ones(8, 2).t()])
 
 
 def destroyed() -> list[Any]:

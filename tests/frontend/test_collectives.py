@@ -172,7 +172,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     ),
     "rows": (
         lambda x: c10d.reduce_scatter_tensor(x[:5], "sum", WORLD, "g"),
-        "5 rows do not divide among the 3 ranks of tp.*Pad",
+        "dimension 0 of 5 does not divide among the 3 ranks of tp.*Pad",
     ),
 }
 

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from tests.frontend.models import Function, Model, gradients, local, parallelise
 from tests.support.pool import Pool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import interlace
@@ -76,44 +74,6 @@ def test_module(pool: Pool) -> None:
         assert told["parameters"] == [f"layers_0_mlp_{name}_weight" for name in ("w1", "w3", "w2")]
 
 
-def signatures() -> list[int]:
-    """New sizes, layouts, plain values and gradient needs compile anew; the same do not."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    compiled: list[int] = []
-
-    def fn(x: DTensor, w: DTensor, scale: float = 1.0, *, twice: bool = False) -> Any:
-        compiled.append(1)
-        y: Any = F.linear(x.redistribute(placements=[Replicate()]), w) * scale
-        return {"y": y, "z": (y + y, None, "text", 3)} if twice else {"y": y}
-
-    call = interlace.compile(Function(fn), mesh=mesh)
-    w: Any = distribute_tensor(torch.randn(6, 8), mesh, [Shard(0)]).requires_grad_()
-    counts: list[int] = []
-    for rows, scale, twice in ((4, 1.0, False), (4, 1.0, False), (8, 1.0, False), (4, 2.0, True)):
-        x = distribute_tensor(torch.randn(rows, 8), mesh, [Shard(0)])
-        before = len(compiled)
-        out = call(x, w, scale, twice=twice)
-        counts.append(int(len(compiled) > before))
-        want = fn(x, w, scale, twice=twice)
-        compiled.pop()
-        torch.testing.assert_close(local(out["y"]), local(want["y"]))
-        assert ("z" in out) == twice
-        if twice:
-            torch.testing.assert_close(local(out["z"][0]), local(want["z"][0]))
-            assert out["z"][1:] == (None, "text", 3)
-    with torch.no_grad():
-        x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)])
-        before = len(compiled)
-        call(x, w)
-        counts.append(int(len(compiled) > before))
-    call.close()
-    return counts
-
-
-def test_compiles_anew_by_signature(pool: Pool) -> None:
-    assert pool(2).run(signatures) == [[1, 0, 1, 1, 1]] * 2
-
-
 def test_single_process_module_trains() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.BatchNorm1d(8))
@@ -166,6 +126,13 @@ def test_what_torch_compile_was_given_before(backend: Any, what: str) -> None:
         torch.testing.assert_close(compiled(x), want)
         torch.testing.assert_close(given(x), want)  # and so it still is
     assert len(compiled.bound) == 2, "its parts are not in it"
+
+
+def test_graphs_on_the_cpu_and_static_outputs_without_graphs_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="graph=True captures CUDA graphs"):
+        interlace.compile(nn.ReLU(), torch.ones(2), options={"graph": True})
+    with pytest.raises(OptionError, match="graph=True"):
+        interlace.Options(static_outputs=True)
 
 
 def test_a_mesh_is_a_mesh() -> None:

@@ -145,15 +145,6 @@ def test_sizes_within_a_graph(pool: Pool, seed: int) -> None:
         assert told["bound"] == 0
 
 
-def test_tokens_one_by_one(pool: Pool, seed: int) -> None:
-    """All sizes are 0 or 1, and each rank compiles for others of them."""
-    rng = random.Random(seed)
-    steps = [drawn(rng, 1, 3) for _ in range(24)]
-    for told in pool(3).run(run, steps, seed, False, timeout_s=110):
-        check(told)
-        assert told["bound"] == 0
-
-
 def by_constants(splits: Routes, seed: int) -> tuple[list[bool], str]:
     """Whether an exchange of these constant sizes is that of eager, compiled in both ways."""
     torch.compiler.reset()

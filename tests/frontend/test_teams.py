@@ -1,8 +1,7 @@
-"""Process groups as teams: mesh axes, hand-made groups that ranks tell each other, components."""
+"""Process groups as teams: mesh axes, groups made by hand, connected ranks."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -11,9 +10,9 @@ import torch.distributed as dist
 from tests.support.pool import Pool
 from torch.distributed.device_mesh import init_device_mesh
 
-from interlace.errors import AgreementError, TeamError
+from interlace.errors import TeamError
 from interlace.frontend import Teams, backend, capture
-from interlace.frontend.teams import KnownTeam, as_axes, connected, learn_groups
+from interlace.frontend.teams import as_axes, connected
 from interlace.ir import Team
 
 
@@ -65,10 +64,14 @@ def names_and_groups() -> list[Any]:
             return x
 
         torch.compiler.reset()
+        x = torch.full((2,), float(rank))
         with capture() as captured:
-            x = torch.full((2,), float(rank))
-            result = torch.compile(fn, backend=backend)(x)
-            assert torch.equal(result, fn(x))
+            try:
+                result = torch.compile(fn, backend=backend)(x)
+            except TeamError as error:
+                found.append(str(error))
+                continue
+        assert torch.equal(result, fn(x))
         (program,) = captured.programs
         found.append(([(t.name, t.size, t.groups) for t in program.teams], program.ranks))
     return found
@@ -83,34 +86,5 @@ def test_names_and_groups(pool: Pool) -> None:
         assert world == ([("world", 4, None)], None)
         assert pair[1] == here
         assert pair[0][0][1:] == (2, None)
-        (_, _, first), (_, _, second) = crossed[0]
-        assert first == ((0, 1), (2, 3))
-        assert second == ((0, 3), (1, 2))
-
-
-def learnt(used: dict[int, list[tuple[int, ...]]]) -> Any:
-    """Groups of hand-made teams as this rank learns them, or the error, and its seconds."""
-    ranks = sorted({group for groups in used.values() for group in groups})
-    made: dict[tuple[int, ...], Any] = {group: dist.new_group([*group]) for group in ranks}
-    mine = used[dist.get_rank()]
-    groups = {f"t{i}": made[group] for i, group in enumerate(mine)}
-    known = [KnownTeam(f"t{i}", (group,), False) for i, group in enumerate(mine)]
-    began = time.monotonic()
-    try:
-        return learn_groups(known, groups, 20.0)
-    except AgreementError as error:
-        return str(error), time.monotonic() - began
-
-
-def test_ranks_learn_each_others_groups(pool: Pool) -> None:
-    a, b, c = (0, 1), (0, 2), (1, 2)
-    whole = (0, 1, 2)
-    alike = pool(3).run(learnt, {0: [whole, whole], 1: [whole, whole], 2: [whole, whole]})
-    assert alike == [[(whole,), (whole,)]] * 3
-    for error, seconds in pool(3).run(learnt, {0: [a, b, a], 1: [a, c], 2: [b, c]}):
-        assert "a graph uses 3 process groups on rank 0 and 2 on rank 1" in error
-        assert seconds < 10
-    for error, seconds in pool(3).run(learnt, {0: [a, b], 1: [a, c], 2: [c, b]}):
-        assert "share rank" in error
-        assert "in the same order on all ranks, or a DeviceMesh" in error
-        assert seconds < 10
+        assert "which join ranks" in crossed
+        assert "fix: take all of them from one DeviceMesh" in crossed

@@ -90,8 +90,8 @@ def imported(graph: Graph) -> Imported:
 
 def run(of: Imported, args: Sequence[Any]) -> list[Any]:
     """The graph's outputs, computed from the Program op by op."""
-    (results,) = run_ranks(of.program, [of.gather(args)], in_order=True)
-    return of.scatter(list(results), args)
+    (results,) = run_ranks(of.program, [of.to_inputs(args)], in_order=True)
+    return of.to_outputs(list(results), args)
 
 
 def agrees(graph: Graph, by: Imported, exact: bool = True) -> None:

@@ -44,7 +44,6 @@ from interlace.ir import (
     Team,
     View,
     Wait,
-    Where,
     validate,
 )
 from interlace.ir.sizes import numbers
@@ -69,7 +68,7 @@ class Draw:
         self.ops: list[Op] = []
         self.last: dict[str, dict[str, bool]] = {}  # buffer -> stream -> whether it wrote
         self.live: list[Buffer] = []
-        self.where = Where.of(0, tuple(self.teams), tuple(self.tables))
+        self.where = Program(teams=tuple(self.teams), tables=tuple(self.tables)).where(0)
         self.reached: set[str] = set()  # registered, and touched by peers
         self.num_events = 0
         self.num_signals = 0

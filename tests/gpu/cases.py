@@ -11,8 +11,7 @@ With another device than "cuda" they are cases for the CPU.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,11 +19,11 @@ from functools import cache, lru_cache, reduce
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
-from tests.runtime.programs import world_group
+from tests.runtime.programs import Outcome, attempt, world_group
 
-from interlace.errors import InterlaceError
 from interlace.ir import Program, parse
 from interlace.options import Options
 from interlace.passes import lower, take_turns
@@ -313,18 +312,11 @@ def meet() -> None:
     store.wait([f"meet/go/{number}"], timedelta(seconds=60))
 
 
-Outcome = tuple[str, str, float]
-"""The type of the error (or "result"), its text, and the seconds it took."""
-
-
-def attempt(action: Callable[[], object]) -> Outcome:
-    """Does something that may raise an error of ours."""
-    start = time.monotonic()
-    try:
-        value = action()
-    except InterlaceError as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "result", str(value), time.monotonic() - start
+def on_a_gpu(timeout_s: float, count: int = 1) -> list[pytest.MarkDecorator]:
+    """Marks of the tests of a file that need so many GPUs, and no ranks."""
+    lacking = torch.cuda.device_count() < count
+    why = pytest.mark.skipif(lacking, reason=f"needs {count} CUDA devices")
+    return [pytest.mark.gpu, pytest.mark.timeout(timeout_s), why]
 
 
 def finish(executor: Executor, case: Case, inputs: list[torch.Tensor]) -> Outcome:

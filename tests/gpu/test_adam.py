@@ -11,17 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.gpu.cases import on_a_gpu
 from torch import Tensor
 
 from interlace.errors import OptimizerError
 from interlace.optim import Adam, AdamW
 from interlace.optim.adam.arithmetic import AdamSpec, FlatParam, key_of, scalars, update_reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = on_a_gpu(300)
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 MOMENTS: dict[str, Any] = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}

@@ -13,15 +13,12 @@ from typing import Any
 import pytest
 import torch
 from tests.cli.schedules import ROOT
+from tests.gpu.cases import on_a_gpu
 
 from interlace.ir import parse
 from interlace.verify import check
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = on_a_gpu(400, 2)
 
 STEPS = 4
 

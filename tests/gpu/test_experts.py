@@ -92,14 +92,10 @@ def inputs_of(world: int, tokens: int, seed: int) -> list[torch.Tensor]:
     ]
 
 
-def prepared(
-    world: int, tokens: int, transport_of_peer: str | None = None, **options: Any
-) -> Executor:
+def prepared(world: int, tokens: int, protocol: str | None = None, **options: Any) -> Executor:
     """A layer of four experts a rank, bound."""
     chosen = Options(timeout_s=30.0, **transport(), **options)
-    program = lower(
-        parse(layer(world, 4, tokens, WIDE, INNER, "bf16")), chosen, transport=transport_of_peer
-    )
+    program = lower(parse(layer(world, 4, tokens, WIDE, INNER, "bf16")), chosen, protocol=protocol)
     groups = {"tp": world_group()}
     return Executor(program, groups=groups, device="cuda", options=chosen).prepare()
 

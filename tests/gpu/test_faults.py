@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.gpu import cases
-from tests.gpu.cases import Case, Outcome, attempt, finish, meet, prepared, run
+from tests.gpu.cases import Case, finish, meet, prepared, run
+from tests.runtime.programs import Outcome, attempt
 from tests.support.pool import Died, Ranks
 
 from interlace.comm import Spec, team_of

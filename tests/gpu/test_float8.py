@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.gpu.cases import transport
+from tests.gpu.cases import on_a_gpu, transport
 from tests.support.pool import Ranks
 from torch import Tensor
 
@@ -22,11 +22,7 @@ from interlace.float8.products import multiply_into
 from interlace.float8.quantization import quantize_reference, turn_into, turn_reference
 from interlace.nn.functional import all_gather_linear, linear_all_reduce, linear_reduce_scatter
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = on_a_gpu(300)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ODD = [0.0, -0.0, 1e-40, -3e-39, 449.0, 464.0, 61440.0, -1e4, torch.inf, -torch.inf, torch.nan]
 

@@ -8,17 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.gpu.cases import on_a_gpu
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import interlace
 from interlace.frontend import backend, capture
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(200),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-]
+pytestmark = on_a_gpu(200)
 
 Make = Callable[[], tuple[Callable[..., Tensor], list[Tensor]]]
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.gpu.cases import on_a_gpu
 from tests.optim.reducing import is_reduced, main_grads
 from tests.support.pool import Ranks
 from torch import nn
@@ -27,11 +28,7 @@ from interlace.nn.grouped.products import Groups
 from interlace.optim import GradAccumulator, LayerWise
 from interlace.options import Options
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = on_a_gpu(300)
 
 BF16 = torch.bfloat16
 ROUND = 2.0**-8

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.gpu.cases import KINDS, Case, Outcome, attempt, finish, here, meet, prepared, run
+from tests.gpu.cases import KINDS, Case, finish, here, meet, prepared, run
+from tests.runtime.programs import Outcome, attempt
 from tests.support.pool import Died, Pool, Ranks
 
 from interlace.runtime.cuda.waits.watchdog import EXIT_CODE

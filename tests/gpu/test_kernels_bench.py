@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import pytest
 import torch
+from tests.gpu.cases import on_a_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.runtime import Executor
@@ -16,11 +16,7 @@ from interlace_bench.kernels.work import measure
 from interlace_bench.ranks import Alone
 from interlace_bench.settings import KERNELS, KernelSettings
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = on_a_gpu(300)
 DEVICE = torch.device("cuda")
 
 

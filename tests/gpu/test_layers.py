@@ -10,18 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.gpu.cases import transport
+from tests.gpu.cases import on_a_gpu, transport
 from tests.support.pool import Ranks
 from torch import Tensor
 
 from interlace.float8 import Recipe
 from interlace.nn.functional import all_gather_linear, linear_reduce_scatter
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = on_a_gpu(300)
 STEPS, MICRO_BATCHES = 3, 2
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.gpu.cases import on_a_gpu
 from tests.optim.muon_sets import SETS
 from torch import Tensor, nn
 
@@ -25,11 +26,7 @@ from interlace.optim.muon.newton_schulz import (
     serves,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = on_a_gpu(300)
 
 CUDA = torch.device("cuda")
 SHAPES = [(256, 256), (128, 512), (512, 128), (256, 256), (8, 40), (264, 1000), (3, 64, 128)]

@@ -6,16 +6,13 @@ import random
 
 import pytest
 import torch
+from tests.gpu.cases import on_a_gpu
 
 from interlace.errors import ExecutorError
 from interlace.ir import parse
 from interlace.runtime import Executor
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = on_a_gpu(120)
 SIZE = 512
 ARENA = f"""
 def twice(x: f32[{SIZE}, {SIZE}], y: out[f32[{SIZE}, {SIZE}]]):

@@ -6,30 +6,28 @@ import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 import interlace
 from interlace.errors import ProgramError
 from interlace.ir import (
-    KINDS,
+    Buffer,
+    Call,
     Copy,
     DType,
     Fused,
     Group,
     HostSync,
     Loc,
-    Name,
     RankIndex,
     Recv,
     Send,
     Site,
     View,
     parse,
-    validate,
 )
-from interlace.ir.build import Builder, CollectiveName, Handle
+from interlace.ir.build import Builder, Handle
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -78,11 +76,7 @@ def test_every_method_once() -> None:
         t = p.alloc("t", "f32", (4, 4), storage="arena", offset=64)
         full = p.alloc("full", "f32", (4, 4), symmetric="tp")
         n = p.empty("n", "f32", (4, 4))
-        with p.region("scale", "a", "b") as r:
-            a, b = r.inputs
-            low, _ = r.calls(2, "aten.aminmax.default", r.call("aten.mul.Tensor", a, b), dim=0)
-            r.returns(low)
-        p.call("scale", x, 2.0, out=t)
+        p.call("aten.mul.out", x, 2.0, out=t)
         s, d = p.fresh("s", "f32", (4, 4)), p.fresh("d", "bool", (4,))
         args = (x, [1, (t.t(), None)], "@device")
         p.call("aten.made_up.default", *args, out=(s, d), dim=-1, rng=True)
@@ -114,13 +108,12 @@ def test_every_method_once() -> None:
             done = p.record()
         p.wait(done)
         p.host_sync()
-        p.remark("decompose", "nothing to do")
         p.free(full, "t")
         p.returns(y, (s, 1.5), None)
     text = str(p.program)
     assert parse(text) == p.program
     for line in (
-        'main: call("scale", x, 2.0, out=t)',
+        'main: call("aten.mul.out", x, 2.0, out=t)',
         '"aten.made_up.default", x, (1, (t.permute(1, 0), None)), "@device", dim=-1,',
         "out=(s := f32[4, 4], d := bool[4])",
         "main: copy(t[0:2], y.permute(1, 0)[2:4])",
@@ -146,10 +139,6 @@ def test_ops_know_the_line_that_wrote_them() -> None:
         assert op.loc.file == __file__
         word = {"HostSync": "host_sync", "Group": "group", "Collective": "all_reduce"}
         assert word[type(op).__name__] in lines[op.loc.line - 1]
-
-
-def test_collectives_are_named_for_type_checkers() -> None:
-    assert get_args(CollectiveName) == (*KINDS,)
 
 
 def test_an_op_by_its_class() -> None:
@@ -207,7 +196,7 @@ def test_an_error_names_the_line_of_python() -> None:
 def test_an_exception_inside_is_not_hidden() -> None:
     def stopped() -> None:
         with interlace.program("f", team=2) as p:
-            p.wait("never recorded")
+            p.free("nothing of that name")
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -260,19 +249,15 @@ def test_handles_carry_views() -> None:
     assert part[0:1].ir == View("part").slice(0, 0, 1)
 
 
-def test_dtypes_of_torch_are_taken() -> None:
-    torch = pytest.importorskip("torch")
+def test_dtypes_of_torch_are_arguments() -> None:
     from interlace.runtime.values import DTYPES
 
     p = interlace.program("f", team=2)
-    for dtype, theirs in DTYPES.items():
-        assert p.input(str(dtype), theirs, (4,)).buffer.dtype == dtype
-    x = p.input("x", torch.int16, (4,))
-    y = p.fresh("y", torch.float32, (4,))
-    p.call("aten.to.dtype", x.cast(torch.bfloat16), torch.float32, out=y)
-    assert 'call("aten.to.dtype", x.cast(bf16), f32, out=(y := f32[4]))' in str(p.program)
-    with pytest.raises(ProgramError, match="no element type is named 'qint8'"):
-        p.input("q", torch.qint8, (4,))
+    x, y = p.input("x", "i16", (4,)), p.fresh("y", "f32", (4,))
+    p.call("aten.to.dtype", x, [*DTYPES.values()], out=y)
+    (call,) = p.build().ops
+    assert isinstance(call, Call)
+    assert call.args[1] == (*DTYPES,)
 
 
 MISTAKES: dict[str, tuple[Callable[[Builder, Handle, Handle], object], str]] = {
@@ -293,12 +278,25 @@ MISTAKES: dict[str, tuple[Callable[[Builder, Handle, Handle], object], str]] = {
         lambda p, x, part: inside(p.fused(), p.host_sync),
         "put the HostSync in .with",
     ),
+    "groups": (
+        lambda p, x, part: interlace.program("f", groups={"pp": [[0, 1], [2]]}).build(),
+        "groups of another size",
+    ),
+    "stream of a member": (
+        lambda p, x, part: (inside(p.group(), lambda: sent_aside(p, x)), p.build()),
+        "a group on 'main' holds an op on 'side'",
+    ),
     "no fused": (lambda p, x, part: inside(p.part(), p.host_sync), "open it with `with p.fused"),
     "part": (
         lambda p, x, part: inside(p.fused(), lambda: inside(p.part(), lambda: p.copy(x, x))),
         "a part holds .* only: move the Copy out of it",
     ),
 }
+
+
+def sent_aside(p: Builder, x: Handle) -> None:
+    with p.stream("side"):
+        p.send(x, p.tp.rank)
 
 
 def inside(context: AbstractContextManager[None], then: Callable[[], None]) -> None:
@@ -330,12 +328,20 @@ def test_two_ways_to_name_a_team() -> None:
         interlace.program("f", team=2, mesh={"tp": 2})
 
 
-def test_region_values_are_names() -> None:
-    p = interlace.program("f", team=1)
-    with p.region("r", "x") as r:
-        assert r.inputs == (Name("x"),)
-        r.returns(*r.calls(2, "aten.a.b", *r.inputs))
-    assert validate(p.build()).regions[0].outputs == ("t0", "t1")
+def test_registered_parameters() -> None:
+    with interlace.program("f", team=2) as p:
+        x = p.input("x", "f32", (4, 2), strides=(1, 4), registered=p.tp)
+        y = p.output("y", "f32", (4, 2), registered="tp")
+        p.copy(x, y)
+    text = str(p.program).splitlines()[0]
+    assert text == (
+        "def f(tp: Team[2], x: f32[4, 2].strides(1, 4).registered(tp), "
+        "y: out[f32[4, 2].registered(tp)]):"
+    )
+    assert parse(str(p.program)).params == p.program.params
+    assert [buffer.registered for buffer in p.program.params] == [True, True]
+    assert not Buffer("s", DType.f32, (4,), "symmetric", "tp").registered
+    assert not Buffer("x", DType.f32, (4,), "input").registered
 
 
 def test_generated_programs_name_no_line_of_python() -> None:

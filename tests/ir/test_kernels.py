@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.ir.refusals import rows
 
 from interlace.errors import ParseError, ProgramError
 from interlace.float8 import data
@@ -83,109 +84,41 @@ def f(tp: Team[2], x: f8e5m2[128, 144], w: f8e4m3[32, 144], v: bf16[32], y: out[
         kernel=gather_matmul(),
     )
 """
-OTHERS = {
-    "rows elsewhere": (
-        GATHER,
-        "out=y[tp.rank + 1]",
-        "out=y[tp.rank]",
-        "not the rows of one matrix",
-    ),
-    "in two buffers": (
-        GATHER,
-        "out=y[tp.rank]",
-        "out=other[tp.rank]",
-        "not the rows of one matrix",
-    ),
-    "two weights": (
-        GATHER,
-        "slots[tp.rank + 1], w,",
-        "slots[tp.rank + 1], v,",
-        "different matrices",
-    ),
-    "awaits itself": (GATHER, "expect(came, tp.rank + 1)", "expect(came, tp.rank)", "another rank"),
-    "no wait": (GATHER, "expect(came, tp.rank + 1),\n", "", "part 2 waits or tells"),
-    "another call": (GATHER, "aten.mm.out", "aten.mul.out", "part 1 is no mm, addmm or"),
-    "not symmetric": (GATHER, "slots[tp.rank + 1], w", "other[tp.rank + 1], w", "is not symmetric"),
-    "one part": (
-        GATHER,
-        GATHER[GATHER.index("        part(\n") : GATHER.index("        kernel=")],
-        "",
-        "one part computes nothing for",
-    ),
-    "no result": (
-        GATHER,
-        '"aten.mm.out", x, w, out=y[tp.rank])',
-        '"aten.mm.default", x, w)',
-        "part 1 is no mm, addmm or",
-    ),
-    "one factor": (GATHER, "x, w, out=y[tp.rank])", "x, out=y[tp.rank])", "part 1 is no mm"),
-    "element type": (GATHER, "bf16", "f32", "the kernel takes bf16 or f16"),
-    "another kernel": (GATHER, "gather_matmul()", "scatter_matmul()", "'y' is not symmetric"),
-    "a scale a row": (PACKED, "1, v, True", "0, v, True", "have their own scales"),
-    "several scales": (PACKED, "1, v, True", "2, v, True", "have 2 scales"),
-    "sums in fp32": (PACKED, "1, v, True", "1, v, False", "it asks for sums in fp32"),
-    "half a tile": (
-        PACKED.replace("[128", "[64").replace("[256", "[128"),
-        "[64",
-        "[64",
-        "whole tiles of 128 rows, and a rank has 64",
-    ),
-    "only e5m2": (PACKED, "w: f8e4m3", "w: f8e5m2", "f8e5m2 and f8e5m2, not f8e4m3 or one"),
-    "FP8 by bf16": (PACKED, "w: f8e4m3", "w: bf16", "f8e5m2 and bf16, not f8e4m3 or one"),
-    "a wide result": (PACKED, "y: out[bf16", "y: out[f32", "its result is f32"),
-    "a wide bias": (PACKED, "v: bf16", "v: f32", "its bias is f32, and its result bf16"),
-    "no numbers": (PACKED, "144]", "128]", "no numbers before their scale"),
-    "row-major": (
-        PACKED.replace("w: f8e4m3[32, 144]", "w: f8e4m3[144, 32]"),
-        "w.permute(1, 0)",
-        "w",
-        "neither row-major nor its transpose",
-    ),
-    "other pieces": (SCATTER, "pieces=2", "pieces=1", "it has 4 parts, and its kernel 3"),
-    "another order": (SCATTER, "own=2", "own=0", "not the rows of one matrix"),
-    "half as one": (HALVES, "own=2", "own=1", "it has 3 parts, and its kernel 2"),
-    "halves in turn": (
-        HALVES.replace("slots[tp.rank][0:128]", "slots[tp.rank][128:256]"),
-        "slots[tp.rank][128:256]",
-        "slots[tp.rank][0:128]",
-        "not the rows of one matrix",
-    ),
-    "no half tiles": (
-        HALVES.replace("128", "64"),
-        "256",
-        "128",
-        "half ranges of whole tiles of 128 rows, and not 2 of 128",
-    ),
-    "not one piece": (PIECES, "pieces=2", "pieces=1", "it has 3 parts, and its kernel 2"),
-    "values that jump": (PIECES, "value=3", "value=2", "values that do not rise by 1"),
-    "values that fall": (PIECES, "value=3", "value=5", "values that do not rise by 1"),
-    "own pieces": (PIECES, "pieces=2", "pieces=2, own=2", "2 pieces and 2 of the rank's own rows"),
-    "many own": (SCATTER, "own=2", "own=4", "2 pieces and 4 of the rank's own rows"),
-    "no tiles": (
-        SCATTER.replace("128", "64"),
-        "256",
-        "128",
-        "whole tiles of 128 rows, and not 2 of",
-    ),
+TEXTS = {
+    "gather": GATHER,
+    "pieces": PIECES,
+    "scatter": SCATTER,
+    "halves": HALVES,
+    "packed": PACKED,
+    "half a tile": PACKED.replace("[128", "[64").replace("[256", "[128"),
+    "row-major": PACKED.replace("w: f8e4m3[32, 144]", "w: f8e4m3[144, 32]"),
+    "in turn": HALVES.replace("slots[tp.rank][0:128]", "slots[tp.rank][128:256]"),
+    "half tiles": HALVES.replace("128", "64"),
+    "no tiles": SCATTER.replace("128", "64"),
 }
+HALF, WHOLE = "slots[tp.rank][128:256]", "slots[tp.rank][0:128]"
+OTHERS = [
+    *rows("kernel", 4),
+    ("half a tile", "[64", "[64", "whole tiles of 128 rows, and a rank has 64"),
+    ("row-major", "w.permute(1, 0)", "w", "neither row-major nor its transpose"),
+    ("in turn", HALF, WHOLE, "not the rows of one matrix"),
+    ("half tiles", "256", "128", "half ranges of whole tiles of 128 rows, and not 2 of 128"),
+    ("no tiles", "256", "128", "whole tiles of 128 rows, and not 2 of"),
+]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [GATHER, PIECES, SCATTER, HALVES, PACKED],
-    ids=["gather", "pieces", "scatter", "halves", "packed"],
-)
-def test_parts_as_the_kernel_does_them(text: str) -> None:
-    validate(parse(text))
+@pytest.mark.parametrize("name", ["gather", "pieces", "scatter", "halves", "packed"])
+def test_parts_as_the_kernel_does_them(name: str) -> None:
+    validate(parse(TEXTS[name]))
 
 
 def test_packed_rows_are_those_of_float8() -> None:
     assert kernels.TAIL == support.TAIL == data.TAIL
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_parts_that_it_does_not_do(name: str) -> None:
-    text, old, new, told = OTHERS[name]
+@pytest.mark.parametrize(("name", "old", "new", "told"), OTHERS)
+def test_parts_that_it_does_not_do(name: str, old: str, new: str, told: str) -> None:
+    text = TEXTS[name]
     assert old in text
     with pytest.raises(ProgramError, match="the parts are not what") as error:
         validate(parse(text.replace(old, new)))

@@ -10,13 +10,10 @@ from tests.fuzzing.draw import well_formed
 from interlace.errors import ProgramError, TeamError
 from interlace.ir import (
     KINDS,
-    Buffer,
     DType,
     Op,
-    Others,
     Program,
     RankIndex,
-    TableEntry,
     Team,
     View,
     map_views,
@@ -149,26 +146,23 @@ def test_single_ops_and_views_print() -> None:
     assert print_view(view) == "x.chunk(tp.rank + 1, 3)"
 
 
-def test_nouns_print_as_they_are_written() -> None:
-    assert str(RankIndex("tp") + 2 - 5) == "tp.rank - 3"
-    assert str(TableEntry("rows", RankIndex("tp"))) == "rows[tp.rank]"
-    assert str(Team("tp", 2).others) == "tp.others"
-    assert Team("tp", 2).others == Others("tp")
-    assert MESH.tables[0][RankIndex("tp")] == TableEntry("rows", RankIndex("tp"))
-    assert MESH.tables[0].starts[2] == 3
+def test_the_hosts_of_a_team() -> None:
+    groups = "tp: Team[[4, 5, 6, 7]].on([0, 2], [1, 3])"
+    program = parse(f"def f({groups}, x: f32[4]):\n    main: barrier(team=tp)\n")
+    (team,) = program.teams
+    assert team == Team("tp", 4, ((4, 5, 6, 7),), ((0, 2), (1, 3)))
+    assert groups in str(program)
+    assert parse(str(program)) == program
+    assert [team.apart(0, other) for other in range(4)] == [False, True, False, True]
 
 
-def test_kinds_of_collectives_are_rows_of_one_table() -> None:
+def test_rows_of_kinds_and_types() -> None:
     for kind, row in KINDS.items():
         assert row.reads in ("all", "root", "none"), kind
         assert row.writes in ("all", "root", "none"), kind
         assert row.scales in ("", "gather", "scatter"), kind
         assert row.rooted == ("root" in (row.reads, row.writes)), kind
-
-
-def test_item_sizes() -> None:
     assert {dtype.itemsize for dtype in DType} == {1, 2, 4, 8, 16}
-    assert Buffer("x", DType.bf16, (2, 3)).dtype.itemsize == 2
 
 
 def test_comments_and_docstrings_are_for_readers() -> None:

@@ -17,7 +17,7 @@ import interlace
 from interlace.cost import default_machine, graph, simulate
 from interlace.cost.op_times import Cost
 from interlace.errors import ParseError, ProgramError, UnsupportedError
-from interlace.ir import Access, Index, Op, View, in_order, map_views, parse, validate
+from interlace.ir import Index, Op, View, in_order, map_views, parse, validate
 from interlace.ir.build import Builder
 from interlace.ir.roles import ROLES, Role, form_of, op_words, steps
 from interlace.ir.types import NAME, TEAM, written
@@ -30,19 +30,13 @@ from interlace.verify import check
 class PeerScale(Op):
     """`src` of a peer, scaled, into `dst`."""
 
-    src: View
-    dst: View | None = field(default=None, metadata=written(positional=True))
+    src: View = field(metadata=written(access="read", of_peer=True))
+    dst: View | None = field(default=None, metadata=written(positional=True, access="write"))
     peer: Index
     team: str = field(metadata=TEAM)
     by: float | None = None
     label: str = field(default="none", metadata=NAME)
     exact: bool = False
-
-    def reads(self) -> tuple[Access, ...]:
-        return (Access(self.src, self.peer, self.team),)
-
-    def writes(self) -> tuple[Access, ...]:
-        return () if self.dst is None else (Access(self.dst),)
 
 
 TEXT = """
@@ -111,7 +105,7 @@ def test_the_verifier_reads_what_it_reads_and_writes() -> None:
     assert early.kinds() == {"race"}
     (race,) = [finding for finding in early.errors if finding.kind == "race"]
     assert any("reads full of rank" in op.role for op in race.ops if "peer_scale" in op.text)
-    assert race.edits
+    assert race.fixed
     with pytest.raises(UnsupportedError, match="the oracle knows no op PeerScale"):
         explore(parse(WAITS), runs=1)
 

@@ -13,6 +13,7 @@ from interlace.strategies import REPLACED
 
 
 def test_anything_that_a_program_can_hold(seed: int) -> None:
+    """Also types, and not only values: 1, 1.0 and True are equal to Python but not to torch."""
     draw = Arbitrary(random.Random(seed))
     for _ in range(1500):
         program = draw.program()
@@ -21,30 +22,17 @@ def test_anything_that_a_program_can_hold(seed: int) -> None:
         assert read == program, text
         assert str(read) == text
         assert [op.loc.module for op in read.ops] == [op.loc.module for op in program.ops]
-
-
-def test_types_survive_and_not_only_values(seed: int) -> None:
-    """1, 1.0 and True are equal to Python but not to torch."""
-    draw = Arbitrary(random.Random(seed))
-    for _ in range(500):
-        program = draw.program()
-        read = parse(str(program))
         assert repr(read.results) == repr(program.results)
         assert repr(read.regions) == repr(program.regions)
-
-
-def test_sets_of_programs(seed: int) -> None:
-    draw = Arbitrary(random.Random(seed))
-    for count in (1, 2, 5):
-        programs = tuple(draw.program() for _ in range(count))
-        assert parse_set(print_set(programs)) == programs
+    programs = tuple(draw.program() for _ in range(5))
+    assert parse_set(print_set(programs)) == programs
 
 
 def test_well_formed_programs(seed: int) -> None:
-    """A thousand random programs survive print and parse, and stay well formed."""
+    """Random programs survive print and parse, and stay well formed; concrete ones too."""
     rng = random.Random(seed)
     kinds: set[str] = set()
-    for _ in range(1000):
+    for _ in range(400):
         program = well_formed(rng, rng.randint(2, 20))
         text = str(program)
         read = parse(text)

@@ -13,13 +13,12 @@ from interlace.ir import (
     Box,
     Buffer,
     DType,
+    Program,
     RankIndex,
     Table,
     TableEntry,
     Team,
     View,
-    parse,
-    validate,
 )
 from interlace.ir.sizes import number, numbers
 from interlace.ir.types import Where
@@ -32,7 +31,7 @@ TORCH |= {DType.bf16: torch.bfloat16}
 
 
 def where(rank: int) -> Where:
-    return Where.of(rank, (TEAM,), (ROWS,))
+    return Program(teams=(TEAM,), tables=(ROWS,)).where(rank)
 
 
 def random_step(rng: random.Random, view: View, tensor: torch.Tensor, rank: int):
@@ -170,20 +169,6 @@ def test_boxes_of_many_runs_are_compared_byte_by_byte() -> None:
     assert not evens.overlaps(Box(2 * MAX_RUNS + 1, (4,), (1,), DType.u8))
 
 
-@pytest.mark.parametrize(
-    ("index", "rank", "expected"),
-    [
-        (RankIndex("tp", 1), 2, 0),
-        (RankIndex("tp", -1), 0, 2),
-        (RankIndex("tp", 7), 1, 2),
-        (1, 0, 1),
-    ],
-    ids=str,
-)
-def test_indices_count_modulo_the_team(index: int | RankIndex, rank: int, expected: int) -> None:
-    assert where(rank).index(index) == expected
-
-
 def test_unknown_names_of_a_place() -> None:
     with pytest.raises(InterlaceError, match="in no team named 'dp'"):
         where(0).index(RankIndex("dp"))
@@ -207,17 +192,3 @@ def test_what_overlaps_itself_is_what_has_two_elements_in_one_place(seed: int) -
         assert box.overlaps_itself == (len(set(places)) < len(places)), (seed, box)
         met[box.overlaps_itself] += 1
     assert min(met.values()) > 300, met
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "copy(x, y.as_strided((3, 4), (2, 1), 0))",
-        "copy(x, z)",
-        'call("aten.neg.out", x, out=y.as_strided((3, 4), (2, 1), 0))',
-    ],
-)
-def test_rows_that_overlap_are_not_written(line: str) -> None:
-    params = "x: f32[3, 4], y: out[f32[12]], z: f32[3, 4].strides(2, 1)"
-    with pytest.raises(ProgramError, match="elements overlap"):
-        validate(parse(f"def f({params}):\n    main: copy(x.view(12), y)\n    main: {line}"))

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -108,6 +107,8 @@ def environment(tmp_path: Path, borrowed: Path) -> Environment:
 # The build back end is among the borrowed packages; `make` has already built with isolation.
 INSTALL = ("install", "--no-deps", "--no-build-isolation", "--no-index")
 
+BINARIES = {".so", ".pyd", ".dll", ".dylib", ".a", ".o", ".cubin", ".fatbin", ".exe"}
+
 CHECK = """
 import importlib.metadata, pathlib, interlace
 print(pathlib.Path(interlace.__file__).parent)
@@ -125,7 +126,8 @@ assert "interlace" in torch._dynamo.list_backends()
 
 
 def test_pip_install(checkout: Path, environment: Environment) -> None:
-    """`pip install .` puts everything below site-packages and bin, and nothing into the sources."""
+    """`pip install .` puts everything below site-packages and bin, and nothing into the sources:
+    from one pure wheel for every platform, all sources and no compiled code, types marked."""
     sources, before = files_under(checkout), files_under(environment.directory)
     environment.pip(*INSTALL, ".", cwd=checkout)
     assert files_under(checkout) == sources
@@ -133,6 +135,12 @@ def test_pip_install(checkout: Path, environment: Environment) -> None:
     site = environment.site.relative_to(environment.directory)
     elsewhere = {name for name in added if not name.startswith(f"{site}/interlace")}
     assert elsewhere == {"bin/interlace"}
+    assert files_under(environment.site / "interlace") == files_under(checkout / "src/interlace")
+    assert not {name for name in added if Path(name).suffix in BINARIES}
+    (info,) = environment.site.glob("interlace-*.dist-info")
+    wheel = (info / "WHEEL").read_text()
+    assert "Root-Is-Purelib: true\nTag: py3-none-any" in wheel
+    assert (info / "licenses" / "LICENSE").is_file()
 
     package = Path(environment.run(environment.python, "-c", CHECK).strip())
     assert package == environment.site / "interlace"
@@ -149,10 +157,8 @@ def test_pip_install_target(checkout: Path, environment: Environment, tmp_path: 
     assert files_under(checkout) == sources
     assert files_under(environment.directory) == before
     assert files_under(environment.home) == set()
-    assert {name.split("/")[0].split("-")[0] for name in files_under(target)} == {
-        "interlace",
-        "bin",
-    }
+    packages = {"interlace", "interlace_check", "interlace_bench"}
+    assert {name.split("/")[0].split("-")[0] for name in files_under(target)} == packages | {"bin"}
 
     path = {"PYTHONPATH": str(target)}
     package = Path(environment.run(environment.python, "-c", CHECK, **path).strip())
@@ -173,24 +179,6 @@ def test_editable_install(checkout: Path, environment: Environment) -> None:
     (package / "__init__.py").write_text("from interlace.errors import ADDED\n")
     code = "import interlace; print(interlace.ADDED)"
     assert environment.run(environment.python, "-c", code).strip() == "seen"
-
-
-def test_wheel_holds_python_alone(checkout: Path, environment: Environment, tmp_path: Path) -> None:
-    """One pure wheel for every platform: no compiled code, all sources, types marked."""
-    options = ("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", tmp_path / "out")
-    environment.pip("wheel", *options, ".", cwd=checkout)
-    (wheel,) = (tmp_path / "out").iterdir()
-    assert wheel.name.endswith("-py3-none-any.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-        info = next(name for name in names if name.endswith(".dist-info/WHEEL"))
-        assert "Root-Is-Purelib: true" in archive.read(info).decode()
-    packaged = {name.removeprefix("interlace/") for name in names if name.startswith("interlace/")}
-    assert packaged == files_under(checkout / "src" / "interlace")
-    assert "py.typed" in packaged
-    binaries = {".so", ".pyd", ".dll", ".dylib", ".a", ".o", ".cubin", ".fatbin", ".exe"}
-    assert not {name for name in names if Path(name).suffix in binaries}
-    assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
 def test_the_sdist_runs_make(tmp_path: Path) -> None:

@@ -54,9 +54,6 @@ def spellings(w: int) -> dict[str, tuple[tuple[str, ...], str]]:
     out = empty(f32[{w}, 2, 3, 5])
     main: all_to_all(s, out, team=tp)"""
     return {
-        "layer": ((DISPATCH, COMBINE), layer(w, 2, 3, 8, 5)),
-        "layer-bf16": ((DISPATCH, COMBINE), layer(w, 2, 3, 8, 5, "bf16")),
-        "one-token": ((DISPATCH, COMBINE), layer(w, 3, 1, 8, 5)),
         "gate-and-up": (
             (DISPATCH,),
             f"""{head}, w: f32[2, 8, 5], v: f32[2, 8, 4]):
@@ -97,14 +94,6 @@ def spellings(w: int) -> dict[str, tuple[tuple[str, ...], str]]:
     return out
 """,
         ),
-        "shared-weight": (
-            (DISPATCH,),
-            f"""{head}, w: f32[8, 5]):
-    {got}
-    main: call("aten.mm.default", t.view({2 * m}, 8), w, out=(y := f32[{2 * m}, 5]))
-    return y
-""",
-        ),
         "pointwise-then-back": (
             (COMBINE,),
             f"""def f(tp: Team[{w}], a: f32[2, {m}, 8], w: f32[2, 8, 5], b: f32[2, 1, 5], d: f32[5],
@@ -116,34 +105,6 @@ def spellings(w: int) -> dict[str, tuple[tuple[str, ...], str]]:
     main: call("aten.add.Tensor", y3, q, out=(z := f32[2, {m}, 5]))
     {sent}
     return out, y1
-""",
-        ),
-        "sum-of-experts": (
-            (COMBINE,),
-            f"""def f(tp: Team[{w}], a: f32[2, {m}, 8], b: f32[2, {m}, 4], w: f32[2, 8, 5],
-      u: f32[2, 4, 5]):
-    main: call("aten.bmm.default", a, w, out=(y := f32[2, {m}, 5]))
-    main: call("aten.baddbmm.default", y, b, u, out=(z := f32[2, {m}, 5]))
-    {sent}
-    return out, z
-""",
-        ),
-        "cast-then-back": (
-            (COMBINE,),
-            f"""def f(tp: Team[{w}], a: bf16[2, {m}, 8], w: bf16[2, 8, 5]):
-    main: call("aten.bmm.default", a, w, out=(y := bf16[2, {m}, 5]))
-    main: call("aten._to_copy.default", y, dtype=f32, out=(z := f32[2, {m}, 5]))
-    {sent}
-    return out
-""",
-        ),
-        "last-row-dropped": (
-            (DISPATCH,),
-            f"""def f(tp: Team[{w}], x: f32[{m}, 8], w: f32[8, 5]):
-    r = empty(f32[{m}, 8])
-    main: all_to_all(x, r, team=tp)
-    main: call("aten.mm.default", r[0:{n}], w, out=(y := f32[{n}, 5]))
-    return y
 """,
         ),
         "last-row-padded": (
@@ -202,14 +163,6 @@ REFUSED = {
     main: all_to_all(x, r, team=tp)
     main: call("aten.bmm.default", r, w, out=(y := f32[4, 3, 5]))
     return y""",
-    ),
-    "no-columns": (
-        "its matmul's rows have no columns",
-        """a: f32[4, 8], w: f32[8, 0]):
-    main: call("aten.mm.default", a, w, out=(y := f32[4, 0]))
-    out = empty(f32[4, 0])
-    main: all_to_all(y, out, team=tp)
-    return out""",
     ),
     "nothing-around": (
         "after it: its result leaves the program; before it: no operator of the program",

@@ -1,13 +1,13 @@
 """The same sites in the spellings that frontends and people use: text for a team of some size.
 
 A spelling is the body of a serial Program; what it must be found as stands beside it. The reference
-is the serial Program itself.
+is the serial Program itself. Others, such as uneven and stacked rows, are in `random_sites`.
 """
 
 from __future__ import annotations
 
 import torch
-from tests.passes.samples import Sample, integers, padded_rows
+from tests.passes.samples import Sample, integers
 from tests.support.interpreter import run_ranks
 from tests.support.torch_ops import DTYPES
 
@@ -17,28 +17,9 @@ from interlace.ir.sizes import numbers
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 
 
-def _cat(name: str, parts: int, dim: int) -> str:
-    """The parts of dimension `dim` one after another along dimension 0, or back."""
-    if dim < 0:
-        pieces = ", ".join(f"{name}.chunk({i}, {parts})" for i in range(parts))
-    else:
-        pieces = ", ".join(f"{name}.chunk({i}, {parts}, dim={dim})" for i in range(parts))
-    return f"({pieces})"
-
-
 def spellings(w: int) -> dict[str, tuple[str, str]]:
     """(kind, text) by name, for a team of `w` ranks."""
-    total = sum(padded_rows("uneven", w))
-    pitch = padded_rows("uneven", w)[0]
-    rows = padded_rows("uneven", w)
-    tail = w * pitch - total
-    pads = "\n".join(
-        f'    main: call("aten.constant_pad_nd.default", '
-        f"y[{sum(rows[:i])}:{sum(rows[: i + 1])}], (0, 0, 0, {pitch - rows[i]}), 0, "
-        f"out=(p{i} := f32[{pitch}, 5]))"
-        for i in range(w)
-    )
-    padded_list = ", ".join(f"p{i}" for i in range(w))
+    parts = ", ".join(f"full.chunk({i}, {w})" for i in range(w))
     return {
         "bias": (
             GATHER,
@@ -53,39 +34,10 @@ def spellings(w: int) -> dict[str, tuple[str, str]]:
             f"""x: f32[2, 3, 2, 4], w: f32[8, 5]):
     full = empty(f32[{2 * w}, 3, 2, 4])
     main: all_gather(x, full, team=tp)
-    main: call("aten.cat.default", {_cat("full", w, -1)}, 1, out=(c := f32[2, {3 * w}, 2, 4]))
+    main: call("aten.cat.default", ({parts}), 1, out=(c := f32[2, {3 * w}, 2, 4]))
     main: call("aten.clone.default", c, out=(d := f32[2, {3 * w}, 2, 4]))
     main: call("aten.mm.default", d.view({6 * w}, 8), w, out=(y := f32[{6 * w}, 5]))
     return y""",
-        ),
-        "uneven-gather-dim-1": (
-            GATHER,
-            f"""x: f32[2, {pitch}, 8], w: f32[8, 5]):
-    full = empty(f32[{2 * w}, {pitch}, 8])
-    main: all_gather(x, full, team=tp)
-    main: call("aten.cat.default", {_cat("full", w, -1)}, 1, out=(c := f32[2, {w * pitch}, 8]))
-    main: call("aten.slice.Tensor", c, 1, 0, -{tail}, out=(d := f32[2, {total}, 8]))
-    main: call("aten.mm.default", d.view({2 * total}, 8), w, out=(y := f32[{2 * total}, 5]))
-    return y""",
-        ),
-        "gather-used-whole": (
-            GATHER,
-            f"""x: f32[2, 3, 8], w: f32[8, 5], g: f32[{6 * w}, 4]):
-    full = empty(f32[{2 * w}, 3, 8])
-    main: all_gather(x, full, team=tp)
-    main: call("aten.cat.default", {_cat("full", w, -1)}, 1, out=(c := f32[2, {3 * w}, 8]))
-    main: call("aten.mm.default", c.view({6 * w}, 8), w, out=(y := f32[{6 * w}, 5]))
-    main: call("aten.mm.default", c.view({6 * w}, 8).permute(1, 0), g, out=(z := f32[8, 4]))
-    return y, z""",
-        ),
-        "gather-used-again": (
-            GATHER,
-            f"""x: f32[3, 8], w: f32[8, 5], g: f32[{3 * w}, 4]):
-    full = empty(f32[{3 * w}, 8])
-    main: all_gather(x, full, team=tp)
-    main: call("aten.mm.default", full, w, out=(y := f32[{3 * w}, 5]))
-    main: call("aten.mm.default", full.permute(1, 0), g, out=(z := f32[8, 4]))
-    return y, z""",
         ),
         "out-variants": (
             GATHER,
@@ -116,34 +68,6 @@ def spellings(w: int) -> dict[str, tuple[str, str]]:
     out = empty(f32[3, 5])
     main: reduce_scatter(y6, out, reduce="sum", team=tp)
     return out, y3""",
-        ),
-        "3d-scatter-batch-2": (
-            SCATTER,
-            f"""x: f32[2, {3 * w}, 8], w: f32[8, 5], b: f32[2, {3 * w}, 5]):
-    main: call("aten.mm.default", x.view({6 * w}, 8), w, out=(y := f32[{6 * w}, 5]))
-    main: call("aten.add.Tensor", y.view(2, {3 * w}, 5), b, out=(z := f32[2, {3 * w}, 5]))
-    main: call("aten.cat.default", {_cat("z", w, 1)}, out=(s := f32[{2 * w}, 3, 5]))
-    out = empty(f32[2, 3, 5])
-    main: reduce_scatter(s, out, reduce="sum", team=tp)
-    return out""",
-        ),
-        "uneven-scatter-pad": (
-            SCATTER,
-            f"""x: f32[{total}, 8], w: f32[8, 5], b: f32[{total}, 5]):
-    main: call("aten.addmm.default", b, x, w, out=(y := f32[{total}, 5]))
-{pads}
-    main: call("aten.cat.default", ({padded_list}), out=(s := f32[{w * pitch}, 5]))
-    out = empty(f32[{pitch}, 5])
-    main: reduce_scatter(s, out, reduce="sum", team=tp)
-    return out""",
-        ),
-        "scatter-value-used": (
-            SCATTER,
-            f"""x: f32[{3 * w}, 8], w: f32[8, 5]):
-    main: call("aten.mm.default", x, w, out=(y := f32[{3 * w}, 5]))
-    out = empty(f32[3, 5])
-    main: reduce_scatter(y, out, reduce="sum", team=tp)
-    return out, y""",
         ),
         "3d-all-reduce": (
             REDUCE,

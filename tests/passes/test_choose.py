@@ -1,26 +1,26 @@
-"""`auto` takes what is predicted to be fastest, never what is predicted slower than serial."""
+"""Which strategy a site gets: by predictions, and by what was measured."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
+from tests.passes.plain_sites import plain_program
 from tests.passes.samples import KINDS
 from tests.passes.test_decompose import assert_overlaps
 
-from interlace.cost import Machine, SiteKey, SiteTime, default_machine
+from interlace.cost import Machine, SiteKey, SiteTime, default_machine, run_issue_seconds
 from interlace.cost.choose import Estimate
 from interlace.cost.machine import Link
+from interlace.cost.op_times import PACKED_CALLS
 from interlace.errors import PassError
-from interlace.ir import Program, parse
-from interlace.ir.overlap import representatives
+from interlace.ir import Program, parse, validate
 from interlace.options import Options
-from interlace.passes import lower, parse_pipeline, run_pipeline
-from interlace.passes.dependencies import dependencies
-from interlace.passes.find_sites import analyse
-from interlace.passes.sites.values import Dataflow
+from interlace.passes import candidates, lower, parse_pipeline, run_pipeline
+from interlace.passes.find_sites import Analysis
 from interlace.passes.strategies.choose import Chooser, site_key
 from interlace.strategies import STRATEGIES
+from interlace_bench.measured_sites import with_sites
 
 SIZES = {
     "all_gather_matmul": """def f(tp: Team[4], x: bf16[2048, 8192], w: bf16[8192, 14336]):
@@ -48,18 +48,18 @@ def decomposed(program: Program, machine: Machine, options: str = "") -> Program
     return run_pipeline(program, parse_pipeline(f"find_sites,decompose{{{options}}}", machine))
 
 
-def candidates(program: Program, machine: Machine) -> tuple[Estimate, ...]:
+def estimates(program: Program, machine: Machine) -> tuple[Estimate, ...]:
     """What is looked at for the one site of a Program, serial first."""
     marked = run_pipeline(program, "find_sites")
-    values = Dataflow(marked, representatives(marked)[0])
-    (found,) = analyse(Dataflow(marked, representatives(marked)[0]), dependencies(marked))
+    analysis = Analysis.of(marked)
+    (found,) = analysis.found
     assert found.site is not None
-    return Chooser(machine, 0).candidates(values, found.site)
+    return Chooser(machine, 0).candidates(analysis.values, found.site)
 
 
 def labels(program: Program, machine: Machine) -> set[str]:
     """The names of the candidates."""
-    return {estimate.label for estimate in candidates(program, machine)}
+    return {estimate.label for estimate in estimates(program, machine)}
 
 
 def latent(machine: Machine) -> Machine:
@@ -94,14 +94,14 @@ def test_serial_stays_where_more_messages_cost_more_than_they_hide(kind: str) ->
 @pytest.mark.parametrize("kind", KINDS)
 def test_peer_copies_get_or_put_as_is_faster(kind: str) -> None:
     program, machine = parse(SIZES[kind]), default_machine("cuda")
-    found = candidates(program, machine)
+    found = estimates(program, machine)
     took = {e.label: e.predicted_ms for e in found if e.label in ("peer/get", "peer/put")}
     assert len(took) == 2
     (site,) = lower(program, Options(strategy="peer"), machine).sites
     assert f"peer/{site.protocol}" == min(took, key=lambda label: took[label])
-    for transport in ("get", "put"):
-        (site,) = lower(program, Options(strategy="peer"), machine, transport=transport).sites
-        assert (site.strategy, site.protocol) == ("peer", transport)
+    for protocol in ("get", "put"):
+        (site,) = lower(program, Options(strategy="peer"), machine, protocol=protocol).sites
+        assert (site.strategy, site.protocol) == ("peer", protocol)
     cpu = default_machine("cpu")
     assert "peer/put" not in labels(program, cpu)
     assert lower(program, Options(strategy="peer"), cpu).sites[0].protocol == "get"
@@ -120,29 +120,29 @@ def test_candidates_are_those_that_the_machine_can_run() -> None:
     assert slow <= far
     assert not {"peer/get", "peer/put", "exchange", "fused"} & far
     assert not {"exchange", "fused"} & labels(program, default_machine("cpu"))
-    other = gpu.replace(kernels=False)  # of another architecture
-    assert labels(program, gpu) - labels(program, other) == {"fused"}
-    (site,) = decomposed(program, other, "strategy=fused").sites
-    assert (site.strategy, site.protocol) == ("peer", "put")
-    assert "the GPUs have no such kernel; peer copies instead" in site.reason
 
 
-def test_kernels_of_packed_rows_are_counted_on_where_triton_compiles_them() -> None:
-    packed = parse("""
+PACKED = """
 def f(tp: Team[2], x: f8e4m3[2048, 2176], w: f8e4m3[4096, 2176]):
     full = empty(f8e4m3[4096, 2176])
     main: all_gather(x, full, team=tp)
     t = empty(bf16[4096, 4096])
     main: call("interlace.float8_mm.out", full, w.permute(1, 0), 2, None, True, out=t)
     return t
-""")
-    gpu = default_machine("cuda")
-    other = gpu.replace(packed_kernels=False)
-    assert labels(packed, gpu) - labels(packed, other) == {"fused"}
-    (site,) = decomposed(packed, other, "strategy=fused").sites
+"""
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_kernels_are_counted_on_where_the_gpus_run_them(packed: bool) -> None:
+    """An architecture may have none, and Triton compile none of packed rows."""
+    plain, gpu = parse(SIZES["matmul_reduce_scatter"]), default_machine("cuda")
+    poorer = gpu.replace(packed_kernels=False) if packed else gpu.replace(kernels=False)
+    program, other = (parse(PACKED), plain) if packed else (plain, parse(PACKED))
+    assert labels(program, gpu) - labels(program, poorer) == {"fused"}
+    (site,) = decomposed(program, poorer, "strategy=fused").sites
     assert (site.strategy, site.protocol) == ("peer", "put")
     assert "the GPUs have no such kernel; peer copies instead" in site.reason
-    assert "fused" in labels(parse(SIZES["all_gather_matmul"]), other)
+    assert "fused" in labels(other, poorer)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -193,16 +193,16 @@ def table(program: Program, seconds: dict[str, float]) -> tuple[SiteTime, ...]:
 def key_of(program: Program) -> SiteKey:
     """The one site of a Program."""
     marked = run_pipeline(program, "find_sites")
-    values = Dataflow(marked, representatives(marked)[0])
-    (found,) = analyse(Dataflow(marked, representatives(marked)[0]), dependencies(marked))
+    analysis = Analysis.of(marked)
+    (found,) = analysis.found
     assert found.site is not None
-    return site_key(values, found.site)
+    return site_key(analysis.values, found.site)
 
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_measured_times_decide_where_there_are_any(kind: str) -> None:
     program, machine = parse(SIZES[kind]), default_machine("cuda")
-    everything = {e.label: 5e-3 for e in candidates(program, machine)}
+    everything = {e.label: 5e-3 for e in estimates(program, machine)}
     sites = table(program, everything | {"serial": 3e-3, "pipeline x2": 2.9e-3})
     (site,) = decomposed(program, machine.replace(sites=sites)).sites
     assert (site.strategy, site.chunks) == ("pipeline", 2)
@@ -216,7 +216,7 @@ def test_measured_times_decide_where_there_are_any(kind: str) -> None:
 
 def test_a_graph_has_times_of_its_own() -> None:
     program, machine = parse(SIZES["all_gather_matmul"]), default_machine("cuda")
-    everything = {e.label: 5e-3 for e in candidates(program, machine)}
+    everything = {e.label: 5e-3 for e in estimates(program, machine)}
     sites = table(program, everything | {"serial": 1e-3})
     eager = machine.replace(sites=sites)
     assert decomposed(program, eager).sites[0].strategy == "serial"
@@ -242,3 +242,82 @@ def test_sites_are_alike_only_where_their_matmuls_are() -> None:
     one, other = decomposed(parse(text), default_machine("cuda")).sites
     assert one.strategy == "fused"
     assert other.strategy != "fused"
+
+
+# candidates of a Program's sites, and tables of measured sites with what is predicted for them
+
+
+H200 = default_machine("cuda")
+
+
+ROWS = [("f32", 8192), ("f32", 8191), ("f32", 2), ("f8e4m3", 8192), ("f8e5m2", 64)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "rows"),
+    [
+        (kind, *of)
+        for kind in (*SIZES, "all_to_all_matmul", "matmul_all_to_all")
+        for of in ROWS
+        if of[1] % 4 == 0 or "all_to_all" not in kind  # whose parts are even
+    ],
+)
+def test_a_key_makes_the_program_that_has_it(kind: str, dtype: str, rows: int) -> None:
+    """Of FP8 it counts the numbers of packed rows, and has their type after a reduction too."""
+    key = SiteKey(kind=kind, dtype=dtype, m=rows, k=48, n=80, world=4)
+    program = plain_program(key)
+    validate(program)
+    assert key_of(program) == key
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_float8_does_not_take_what_was_measured_in_bf16(kind: str) -> None:
+    key = SiteKey(kind=kind, dtype="bf16", m=8192, k=4096, n=4096, world=4)
+    machine = with_sites(H200, [SiteTime(site=key, strategy="serial", seconds=1.0)])
+    for dtype, wanted in (("bf16", 1e3), ("f8e4m3", None)):
+        program = plain_program(dataclasses.replace(key, dtype=dtype))
+        (found,) = candidates(program, Options(), machine).values()
+        assert found[0].measured_ms == wanted
+
+
+def test_the_host_multiplies_packed_rows_block_by_block() -> None:
+    """After a gather each rank's rows have a scale of their own."""
+    key = SiteKey(kind="all_gather_matmul", dtype="f8e4m3", m=8192, k=4096, n=4096, world=4)
+    gather, scatter = (
+        run_issue_seconds(plain_program(dataclasses.replace(key, kind=kind)), H200)
+        for kind in ("all_gather_matmul", "matmul_reduce_scatter")
+    )
+    call = dict(H200.issue)["call"]
+    assert gather - scatter == pytest.approx(PACKED_CALLS * (4 - 1) * call)
+
+
+def test_what_a_graph_saves_is_the_hosts_time() -> None:
+    program = plain_program(
+        SiteKey(kind="all_gather_matmul", dtype="bf16", m=64, k=64, n=64, world=4)
+    )
+    eager, graph = (
+        {e.label: e.predicted_ms for e in candidates(program, Options(), machine)[1]}
+        for machine in (H200, H200.replayed)
+    )
+    assert all(graph[label] <= eager[label] for label in eager)
+    assert graph["peer/put"] < eager["peer/put"]
+
+
+def test_later_times_replace_and_others_stay() -> None:
+    key = key_of(parse(SIZES["all_gather_matmul"]))
+    graph = dataclasses.replace(key, graph=True)
+    first = with_sites(
+        H200,
+        [
+            SiteTime(site=key, strategy="serial", seconds=1.0),
+            SiteTime(site=key, strategy="serial", seconds=2.0),
+            SiteTime(site=key, strategy="peer/put", seconds=3.0),
+        ],
+    )
+    second = with_sites(first, [SiteTime(site=graph, strategy="serial", seconds=4.0)])
+    found = {(t.site.graph, t.strategy): t for t in second.sites}
+    assert {key: t.seconds for key, t in found.items()} == {
+        (False, "serial"): 2.0,
+        (False, "peer/put"): 3.0,
+        (True, "serial"): 4.0,
+    }

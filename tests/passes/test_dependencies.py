@@ -91,11 +91,8 @@ def test_a_get_follows_its_own_signal_alone() -> None:
     assert edges[4] == (0, 3), "the rows of another rank wait for that rank's signal"
     assert edges[6] == (0, 5)
     assert edges[7] == (0, 1, 4, 6)
-
-
-def test_an_expect_is_listed_after_the_notify_of_its_value() -> None:
     edges = before(GET, listed=True)
-    assert edges[3] == edges[5] == (2,)
+    assert edges[3] == edges[5] == (2,), "but each is listed after the notify of its value"
 
 
 def test_a_put_is_published_to_its_reader_alone() -> None:
@@ -184,14 +181,9 @@ def test_empty_boxes_count_as_whole_unless_a_table_makes_them_empty() -> None:
 
 
 def test_as_strided_counts_as_the_whole_buffer() -> None:
-    edges = before(
-        "    main: copy(y[0:2], x)\n    main: copy(x, y.as_strided((2, 4), (4, 1), 16))\n"
-    )
-    assert edges[1] == (0,)
-    edges = before(
-        "    main: copy(x, y[0:2])\n    main: copy(y.as_strided((2, 4), (4, 1), 16), z[0:2])\n"
-    )
-    assert edges[1] == (0,)
+    strided = "y.as_strided((2, 4), (4, 1), 16)"
+    for one, other in (("y[0:2], x", f"x, {strided}"), ("x, y[0:2]", f"{strided}, z[0:2]")):
+        assert before(f"    main: copy({one})\n    main: copy({other})\n")[1] == (0,)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -214,13 +206,6 @@ def test_a_long_program_takes_no_more_for_each_op() -> None:
         return len(program.ops), lambda: dependencies(program)
 
     assert per_op(work, 400) < 300
-
-
-def test_no_stream_waits_for_its_own_memory_but_it_is_listed_first() -> None:
-    alloc, fill = "    a = alloc(f32[4])\n", "    comm: copy(y.select(0, 0), a)\n"
-    text = alloc + fill + "    comm: copy(a, z.select(0, 0))\n"
-    assert before(text)[1:] == ((), (1,))
-    assert before(text, listed=True)[1:] == ((0,), (0, 1))
 
 
 def test_who_takes_bytes_over_waits_for_who_held_them() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import random
 from collections.abc import Callable
 
 import pytest
@@ -13,8 +13,9 @@ from tests.passes.spellings import as_sample, sample, spellings
 from tests.passes.test_decompose import assert_overlaps
 from tests.support.line_count import per_op
 
-from interlace.ir import Call, Collective, Loc, Program, parse
+from interlace.ir import Call, Collective, parse
 from interlace.passes import run_pipeline
+from interlace.passes.find_sites import Blocks, in_blocks
 
 
 @pytest.mark.parametrize("ranks", [2, 3], ids=lambda n: f"{n}-ranks")
@@ -54,14 +55,6 @@ def test_a_team_of_one_is_no_site() -> None:
 """
     (site,) = run_pipeline(parse(text), "find_sites").sites
     assert (site.kind, site.reason) == ("all_gather", "team tp has one rank")
-
-
-def with_modules(program: Program) -> Program:
-    ops = (
-        dataclasses.replace(op, loc=Loc(f"layers.{i}")) if not isinstance(op, Collective) else op
-        for i, op in enumerate(program.ops)
-    )
-    return program.replace(ops=tuple(ops))
 
 
 LAYER = """def f(tp: Team[2], x: f32[3, 8], w: f32[8, 5], u: f32[5, 8], g: f32[6, 8]):
@@ -129,3 +122,44 @@ def test_a_long_program_takes_no_more_for_each_op() -> None:
         return len(program.ops), lambda: run_pipeline(program, "find_sites")
 
     assert per_op(work, 160) < 2500
+
+
+# blocks: one is accepted exactly if there is an order in which all run without a break
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["near", "wide"])
+def test_accepted_exactly_where_there_is_an_order(wide: bool, seed: int) -> None:
+    rng = random.Random(seed)
+    answers = {True: 0, False: 0}
+    for _ in range(300):
+        count = rng.randint(4, 40)
+        reach = count if wide else 6
+        before = [
+            tuple(j for j in range(max(0, i - reach), i) if rng.random() < 1.5 / reach)
+            for i in range(count)
+        ]
+        blocks, free = Blocks(before), set(range(count))
+        taken: dict[int, set[int]] = {}
+        while len(free) > 3:
+            first = rng.choice(sorted(free))
+            near = sorted(i for i in free if abs(i - first) <= reach)
+            block = {first, *rng.sample(near, min(len(near), rng.randint(1, 3)))}
+            possible = in_blocks(before, {**taken, max(block): block}) is not None
+            assert blocks.accepts(block) == possible, (before, taken, block)
+            answers[possible] += 1
+            if possible:
+                blocks.add(block)
+                taken[max(block)] = block
+                free -= block
+            elif rng.random() < 0.5:
+                free.discard(first)
+    assert min(answers.values()) > 100
+
+
+def test_ops_without_need_lead_into_no_block() -> None:
+    before = [(), (0,), (1,)]  # 2 needs 1 needs 0
+    blocks = Blocks(before)
+    assert not blocks.accepts({0, 2})
+    assert blocks.accepts({0, 2}, unneeded={1})
+    blocks.add({0, 2}, unneeded={1})
+    assert blocks.accepts({1})

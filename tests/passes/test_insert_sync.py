@@ -79,11 +79,6 @@ def test_fewest_events(lines: tuple[str, ...], count: tuple[int, int]) -> None:
     assert races(before) == (count != (0, 0)), "the events are what keeps the races away"
 
 
-def test_old_events_are_dropped_first() -> None:
-    before = program("main: copy(x, a)", "main: record(old)", "comm: wait(old)", "comm: copy(y, b)")
-    assert events(InsertSync().run(before)) == (0, 0)
-
-
 def test_a_wait_stands_before_its_op_and_a_record_after_its_source() -> None:
     after = InsertSync().run(
         program("main: copy(x, a)", "main: copy(x, y)", "comm: copy(y, b)", "comm: copy(a, x)")

@@ -1,14 +1,21 @@
-"""Pipelines as text: parsed, spelled back, run with checks; the errors say how to mend them."""
+"""Pipelines as text, which passes the options ask for, and Programs that are no serial ones."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from tests.fuzzing.draw import Draw
 from tests.passes.samples import KINDS
+from tests.support.registered import TEXTS
 
 from interlace.errors import PassError, SoundnessError
-from interlace.ir import Program
-from interlace.passes import PASSES, Pass, parse_pipeline, run_pipeline, spell
+from interlace.ir import Fused, Get, Notify, Put, Recv, Send, parse, validate
+from interlace.options import Options, Regions
+from interlace.passes import PASSES, Pass, lower, parse_pipeline, run_pipeline, spell
 from interlace.passes.decompose import Decompose
+from interlace.passes.pipeline import lowering
+from interlace.verify import check
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -20,7 +27,7 @@ def test_every_pass_is_found_by_name(name: str) -> None:
 
 
 def test_options_are_read_and_spelled_back() -> None:
-    text = "decompose{strategy=peer,transport=put,chunks=3,sites=[1,4]},schedule"
+    text = "decompose{strategy=peer,protocol=put,chunks=3,sites=[1,4]},schedule"
     first, second = parse_pipeline(text)
     assert first == Decompose("peer", "put", 3, (1, 4))
     assert ",".join(map(spell, (first, second))) == text
@@ -33,11 +40,11 @@ def test_options_are_read_and_spelled_back() -> None:
         ("", "no pass in ''"),
         ("decompose{strategy=ring", "is no pipeline"),
         ("decompose}", "is no pipeline"),
-        ("decompose{ring}", "no option 'ring'; known are: strategy, transport, chunks, sites"),
+        ("decompose{ring}", "no option 'ring'; known are: strategy, protocol, chunks, sites"),
         ("decompose{machine=x}", "no option 'machine=x'"),
         ("schedule{a=1}", "no option 'a=1'"),
         ("decompose{strategy=rings}", "no strategy 'rings': one of auto, serial"),
-        ("decompose{strategy=peer,transport=push}", "peer has get or put, and not transport=push"),
+        ("decompose{strategy=peer,protocol=push}", "peer has get or put, and not protocol=push"),
         ("decompose{chunks=-1}", "-1 chunks"),
         ("find_sites{},decompose{}x", "stand in braces"),
     ],
@@ -54,19 +61,122 @@ def test_a_site_that_does_not_exist_is_an_error(seed: int) -> None:
         run_pipeline(program, "find_sites,decompose{sites=[7]}")
 
 
-def test_each_pass_is_shown_with_what_it_made(seed: int) -> None:
-    program = KINDS["all_gather_matmul"](2, "even", "f32", seed).program
-    seen: list[tuple[str, Program]] = []
-    made = run_pipeline(
-        program, "find_sites,schedule", on_pass=lambda item, after: seen.append((item.name, after))
-    )
-    assert [name for name, _ in seen] == ["find_sites", "schedule"]
-    assert seen[-1][1] is made
-
-
 def test_check_refuses_a_pipeline_that_leaves_out_the_events(seed: int) -> None:
     program = KINDS["all_gather_matmul"](2, "even", "f32", seed).program
     text = "find_sites,decompose{strategy=peer},schedule"
     with pytest.raises(SoundnessError):
         run_pipeline(program, text, check=True)
     run_pipeline(program, text + ",insert_sync", check=True)
+
+
+# which passes the options ask for, and Programs that are no serial ones
+
+
+MESSAGES = """
+def f(tp: Team[2], x: f32[4], y: out[f32[4]], w: f32[8, 4], z: out[f32[16, 4]]):
+    main: recv(y, peer=tp.rank + 1)
+    comm: send(x, peer=tp.rank + 1)
+    main: all_gather(w, z, team=tp)
+"""
+"""On one stream both ranks would wait for the other's message."""
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("regions", ["auto", "eager", "inductor"])
+def test_regions_are_formed_where_they_are_compiled(regions: Regions, overlap: bool) -> None:
+    names = [item.name for item in lowering(Options(regions=regions, overlap=overlap))]
+    assert ("form_regions" in names) == (regions == "inductor")
+    assert names[0] == "find_sites"
+    assert names[-1] == ("fuse" if overlap else "insert_sync")
+    assert ("schedule" in names) == overlap
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_streams_that_messages_need_stay(overlap: bool) -> None:
+    source = parse(MESSAGES)
+    made = lower(source, Options(overlap=overlap))
+    assert check(source).sound
+    assert check(made).sound
+    assert [op.stream for op in made.ops if isinstance(op, Send | Recv)] == ["main", "comm"]
+    if overlap:
+        assert made.ops == source.ops
+        assert [remark.text for remark in made.remarks] == ["left as written: it would be unsound"]
+
+
+@pytest.mark.timeout(200)
+def test_what_is_sound_stays_sound(seed: int) -> None:
+    """Programs with ops of every kind by hand, on registered and symmetric memory too."""
+    rng, seen = random.Random(seed), 0
+    while seen < 100:
+        part = rng.getrandbits(32)
+        drawn = random.Random(part)
+        program = Draw(drawn).program(drawn.randint(3, 7))
+        if any(isinstance(op, Fused) for op in program.ops) or not check(program).sound:
+            continue
+        seen += 1
+        made = lower(program, Options(overlap=drawn.random() < 0.7))
+        assert check(made).sound, f"part {part}:\n{program}\n{made}"
+
+
+# passes keep what orders registered parameters with peers, and with their callers
+
+
+BARRIERS = """
+def f(tp: Team[3], w: f32[4, 2].registered(tp), y: out[f32[4, 2].registered(tp)]):
+    comm: barrier(team=tp)
+    comm: get(w, y, peer=tp.rank + 1)
+    comm: record(read)
+    main: wait(read)
+    main: barrier(team=tp)
+"""
+
+OTHER_TEAM = """
+def f(a: Team[2], w: Team[[0, 1]], x: f32[4].registered(a), y: out[f32[4]]):
+    main: notify(begun, to=w.others)
+    comm: expect(begun, w.rank + 1)
+    comm: get(x, y, peer=a.rank + 1)
+    comm: notify(done, to=w.others)
+    comm: record(got)
+    main: wait(got)
+    main: expect(done, w.rank + 1)
+"""
+OTHER_BARRIERS = """
+def f(a: Team[3], w: Team[[0, 1, 2]], x: f32[4].registered(a), y: out[f32[4]]):
+    main: barrier(team=w)
+    main: get(x, y, peer=a.rank + 1)
+    main: barrier(team=w)
+"""
+RELAY = """
+def f(tp: Team[3], x: f32[4].registered(tp), y: out[f32[4]]):
+    main: notify(begun, to=tp.rank + 1)
+    main: expect(begun, tp.rank - 1)
+    main: notify(told, to=tp.rank + 1)
+    main: expect(told, tp.rank - 1)
+    main: get(x, y, peer=tp.rank - 2)
+    main: notify(done, to=tp.others)
+    main: expect(done, tp.rank + 1)
+    main: expect(done, tp.rank + 2)
+"""
+"""What the next rank but one has begun is passed on by the rank between."""
+MORE = {
+    "relay": RELAY,
+    "barriers": BARRIERS,
+    "other team": OTHER_TEAM,
+    "other team's barriers": OTHER_BARRIERS,
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("kind", [*TEXTS, *MORE])
+def test_lowered_programs_stay_sound(kind: str, world: int, overlap: bool) -> None:
+    source = parse(MORE[kind].strip() if kind in MORE else TEXTS[kind](world))
+    assert check(source).sound
+    lowered = lower(source, Options(overlap=overlap))
+    validate(lowered)
+    check(lowered).raise_if_unsound()
+    assert check(lowered, in_order=True).sound
+    kept = (Get, Put, Notify)
+    counts = [sum(isinstance(op, kept) for op in p.ops) for p in (source, lowered)]
+    assert counts[0] == counts[1] > 0

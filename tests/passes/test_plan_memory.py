@@ -45,10 +45,12 @@ def kinds(program: Program) -> dict[str, str]:
 
 def test_a_chain_takes_two_buffers_in_turn() -> None:
     assert offsets(planned(CHAIN)) == {"a": 0, "b": SIZE, "c": 0, "d": SIZE}
-
-
-def test_without_reuse_each_has_its_own_bytes() -> None:
     assert offsets(planned(CHAIN, reuse=False)) == {n: i * SIZE for i, n in enumerate("abcd")}
+    program = parse(
+        "def p(x: f32[4]):\n    a = alloc(f32[4])\n    main: copy(x, a)\n    return ()\n"
+    )
+    with pytest.raises(PassError, match="'a' is allocated twice"):
+        PlanMemory().run(program.replace(ops=(*program.ops, program.ops[0])))
 
 
 def test_a_view_that_leaves_keeps_its_buffer_fresh() -> None:
@@ -181,13 +183,6 @@ def test_buffers_that_live_at_once_take_slots_of_their_own() -> None:
         "s1",
         "s2",
     ]
-
-
-def test_the_same_name_twice_is_refused() -> None:
-    text = "def p(x: f32[4]):\n    a = alloc(f32[4])\n    main: copy(x, a)\n    return ()\n"
-    program = parse(text)
-    with pytest.raises(PassError, match="'a' is allocated twice"):
-        PlanMemory().run(program.replace(ops=(*program.ops, program.ops[0])))
 
 
 def test_a_remark_tells_the_peak() -> None:

@@ -12,11 +12,8 @@ from tests.passes.test_decompose import assert_overlaps
 
 from interlace.cost import default_machine
 from interlace.ir import parse
-from interlace.ir.overlap import representatives
 from interlace.passes import run_pipeline
-from interlace.passes.dependencies import dependencies
-from interlace.passes.find_sites import analyse
-from interlace.passes.sites.values import Dataflow
+from interlace.passes.find_sites import Analysis
 from interlace.passes.strategies.choose import Chooser
 
 COUNT = 6
@@ -50,8 +47,9 @@ def test_a_choice_that_is_shared_is_each_sites_own(device: str, seed: int) -> No
         for word in rng.sample(("sum", "max", "avg"), 3):
             program = parse(text.replace('reduce="sum"', f'reduce="{word}"'))
             program = run_pipeline(program, "find_sites,place_resharding")
-            values = Dataflow(program, representatives(program)[0])
-            for found in analyse(values, dependencies(program)):
+            analysis = Analysis.of(program)
+            values = analysis.values
+            for found in analysis.found:
                 if found.site is not None:
                     alone = Chooser(default_machine(device), 0).choose(values, found.site)
                     assert together.choose(values, found.site) == alone, number

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Mapping
 
 import pytest
 from tests.passes.spellings import as_sample
 from tests.passes.test_decompose import assert_overlaps
 
-from interlace.ir import Collective, Program, parse
+from interlace.ir import Collective, Program, Site, parse
 from interlace.options import Options
 from interlace.passes import lower, run_pipeline
-from interlace.passes.decompose import Decompose
+from interlace.passes.find_sites import Analysis
 from interlace.passes.strategies import reconsider
 from interlace.runtime.machine import default_machine
 from interlace.verify import check
@@ -92,12 +93,12 @@ def test_long_programs_try_serial_sites_together_and_cut_ones_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two trials, however many sites there are."""
-    tried: list[tuple[int, ...]] = []
-    run = Decompose.run
+    tried: list[list[int]] = []
+    written = reconsider.written
 
-    def counted(self: Decompose, program: Program) -> Program:
-        tried.append(self.copied)
-        return run(self, program)
+    def counted(analysis: Analysis, sites: Mapping[int, Site], gpu: bool) -> Program:
+        tried.append([number for number, site in sites.items() if site.strategy == "copies"])
+        return written(analysis, sites, gpu)
 
     other = "    main: all_gather(v, f, team=tp)\n    main: all_gather(v, g, team=tp)\n"
     text = GATHER.replace("a: bf16", "v: bf16[2048, 4096], a: bf16") + other
@@ -106,11 +107,11 @@ def test_long_programs_try_serial_sites_together_and_cut_ones_together(
     )
     serial = parse(text + OTHER)
     monkeypatch.setattr(reconsider, "MOST_OPS", 0)
-    monkeypatch.setattr(Decompose, "run", counted)
+    monkeypatch.setattr(reconsider, "written", counted)
     machine = default_machine("h200").replayed  # eagerly the kernel is as fast, with less to issue
     sites = lower(serial, Options(regions="inductor"), machine).sites
     assert [site.strategy for site in sites][1:] == ["copies", "copies"]
-    assert tried == [(), (2, 3), (2, 3, 1)]
+    assert tried == [[2, 3], [1, 2, 3]]
 
 
 @pytest.mark.parametrize("kind", [*OPS, "uneven"])
@@ -118,33 +119,24 @@ def test_long_programs_try_serial_sites_together_and_cut_ones_together(
 def test_copies_give_what_the_collective_gives(kind: str, ranks: int, seed: int) -> None:
     """Of collectives without matmuls, by the reference interpreter in drawn orders."""
     n, each = 2 * ranks, random.Random(seed).choices(range(4), k=ranks)
-    text = {
-        "all_gather": f"""
-def plain(tp: Team[{ranks}], x: f32[2, 1, 3]):
-    y = empty(f32[{ranks}, 2, 1, 3])
-    main: all_gather(x, y, team=tp)
-    return y
-""",
-        "reduce_scatter": f"""
-def plain(tp: Team[{ranks}], x: f32[{n}, 1, 3]):
-    y = empty(f32[1, 2, 1, 3])
-    main: reduce_scatter(x.view({ranks}, 2, 1, 3), y, reduce="sum", team=tp)
-    return y
-""",
-        "all_reduce": f"""
-def plain(tp: Team[{ranks}], x: f32[5, 3]):
-    y = empty(f32[5, 3])
-    main: all_reduce(x, y, reduce="sum", team=tp)
-    return y
-""",
-        "uneven": f"""
-def plain(tp: Team[{ranks}], x: f32[rows[tp.rank], 2, 3]):
-    rows = table(tp, {", ".join(map(str, each))})
-    y = empty(f32[{sum(each)}, 2, 3])
-    main: all_gather(x, y, team=tp, splits=rows)
-    return y
-""",
+    table = f"rows = table(tp, {', '.join(map(str, each))})"
+    given, made, op, *more = {
+        "all_gather": ("2, 1, 3", f"{ranks}, 2, 1, 3", "all_gather(x, y, team=tp)"),
+        "reduce_scatter": (
+            f"{n}, 1, 3",
+            "1, 2, 1, 3",
+            f'reduce_scatter(x.view({ranks}, 2, 1, 3), y, reduce="sum", team=tp)',
+        ),
+        "all_reduce": ("5, 3", "5, 3", 'all_reduce(x, y, reduce="sum", team=tp)'),
+        "uneven": (
+            "rows[tp.rank], 2, 3",
+            f"{sum(each)}, 2, 3",
+            "all_gather(x, y, team=tp, splits=rows)",
+            table,
+        ),
     }[kind]
+    head = f"def plain(tp: Team[{ranks}], x: f32[{given}]):"
+    text = "\n    ".join([head, *more, f"y = empty(f32[{made}])", f"main: {op}", "return y"])
     sample = as_sample(parse(text), seed)
     options = "find_sites,decompose{strategy=copies},schedule,plan_memory,insert_sync"
     made = run_pipeline(sample.program, options)
@@ -208,9 +200,6 @@ def test_copies_of_what_is_refused_change_nothing() -> None:
     machine, options = default_machine("h200"), Options(regions="inductor")
     (site,) = lower(parse(named), options, machine).sites
     assert "the whole schedule" not in site.reason
-    found = run_pipeline(parse(named), "find_sites")
-    plain, asked = (Decompose(copied=c, machine=machine).run(found) for c in ((), (1,)))
-    assert asked == plain
     done = lower(parse(GATHER + OTHER), dataclasses.replace(options, strategy="peer"), machine)
     (again,) = lower(done, options, machine).sites
     assert (again.strategy, again.reason) == ("peer", "requested")
@@ -223,4 +212,4 @@ def test_named_sizes_are_left_as_decompose_chose() -> None:
     )
     made = marked.at(marked.sizes.values)
     assert not made.sizes.sizes
-    assert reconsider.reconsidered(marked, made, (), default_machine("h200")) is made
+    assert reconsider.reconsidered(marked, made, made, (), default_machine("h200")) is made

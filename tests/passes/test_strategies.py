@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from tests.passes.samples import KINDS, STRATEGIES
@@ -10,13 +12,13 @@ from tests.passes.test_decompose import assert_overlaps
 from tests.support.interpreter import run_ranks
 
 from interlace.cost import Machine, default_machine
-from interlace.ir import Call, parse
+from interlace.ir import Call, Copy, parse
 from interlace.options import Options
-from interlace.passes import parse_pipeline, run_pipeline
-from interlace.passes.strategies.choose import candidates
+from interlace.passes import candidates, lower, parse_pipeline, run_pipeline
 from interlace.strategies import STRATEGIES as ROWS
 from interlace.strategies import Offset, Path, Strategy, rows_of
 from interlace.verify import check
+from interlace_bench.sites import OPS, SiteCase
 
 WORLD = 4
 SUMMED = f"""def f(tp: Team[{WORLD}], x: f32[{WORLD}, 1], w: f32[1, 1]):
@@ -71,25 +73,25 @@ def test_every_row_names_each_other_rank_once(key: tuple[str, str | None]) -> No
     assert row.reduces
 
 
-@pytest.mark.parametrize("transport", ["messages", "get", "put"])
+@pytest.mark.parametrize("primitive", ["messages", "get", "put"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_of_the_table_is_all_that_a_strategy_takes(
-    kind: str, transport: str, monkeypatch: pytest.MonkeyPatch, seed: int
+    kind: str, primitive: str, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """One that goes through the ranks backwards: it is written, proved, run and predicted."""
     back, forth = Offset(0, -1), Offset(0, 1)
     gather = Path(chunk=back, to=forth, source=back)
     scatter = Path(chunk=back, to=back, source=forth)
-    if transport == "messages":
+    if primitive == "messages":
         gather = scatter = Path(forth, to=Offset(-1), source=Offset(1), sent=Offset(-1, 1))
     row = Strategy(
         "backwards",
         "ranks",
-        transport,
+        primitive,
         "in the order of the ranks",
         gather,
         scatter,
-        accumulates=transport == "messages",
+        accumulates=primitive == "messages",
     )
     monkeypatch.setitem(ROWS, ("backwards", None), row)
     sample = KINDS[kind](4, "uneven", "f32", seed)
@@ -158,3 +160,26 @@ def test_stacks_are_packed_where_they_are_small(rows: int, strategy: str, seed: 
     if strategy != "pipeline":
         assert ("y_rows" in packed) == (rows == 2)
     assert_overlaps(made, sample, seed)
+
+
+# on GPUs a rank's own shard is shown by a copy on the stream that computes, before the matmuls
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_gets_follow_a_copy_that_waits_for_no_matmul(
+    op: str, world: int, device: Literal["cpu", "cuda"]
+) -> None:
+    serial = SiteCase(op, 64, 32, 48).program(world)
+    options = Options(strategy="peer")
+    program = lower(serial, options, default_machine(device), protocol="get")
+    assert [site.strategy for site in program.sites] == ["peer"]
+    assert check(program).sound
+    shown = [i for i, each in enumerate(program.ops) if isinstance(each, Copy)]
+    if op != "ag_gemm":
+        return
+    (place,) = shown
+    assert program.ops[place].stream == ("main" if device == "cuda" else "comm")
+    if device == "cuda":
+        assert not any(isinstance(each, Call) for each in program.ops[:place])

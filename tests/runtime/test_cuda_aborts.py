@@ -96,16 +96,6 @@ def test_an_abort_waits_until_the_run_is_issued() -> None:
         assert backend.aborts == 1
 
 
-def test_an_abort_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that issues may be held up by what only the abort ends."""
-    with bound("gather", "put") as fake, under_way(fake) as backend:
-        fake.engine.watched.issuing = True
-        fake.engine.watched.fail(PROBLEM)
-        assert not aborted(fake, backend)
-        monkeypatch.setattr(watchdog_file, "PATIENCE_S", 0.0)
-        assert aborted(fake, backend)
-
-
 def test_nothing_is_aborted_where_all_has_ended_or_nothing_failed() -> None:
     with bound("gather", "put") as fake, under_way(fake) as backend:
         assert not aborted(fake, backend)
@@ -169,10 +159,13 @@ def test_an_abort_is_begun_though_streams_cannot_be_let_go() -> None:
         assert backend.begun.wait(5)
 
 
-def test_a_thread_that_is_held_up_in_a_capture_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No run of it has begun yet."""
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_thread_that_is_held_up_is_let_go(
+    captures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what only the abort ends, in a run or in a capture, of which no run has begun yet."""
     with bound("gather", "put") as fake, under_way(fake) as backend:
-        fake.driver.done = lambda event: True
+        fake.driver.done = lambda event: captures
         fake.engine.watched.issuing = True
         fake.engine.watched.fail(PROBLEM)
         assert not aborted(fake, backend)

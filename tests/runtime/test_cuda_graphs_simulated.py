@@ -15,7 +15,7 @@ from tests.support.fake_cuda import MAIN, Fake, FakeSpace, fake_engine
 from tests.support.fake_device import Entry, simulate
 from tests.support.registered import REGISTERED, TEXTS
 
-from interlace.ir import Notify, Program, parse
+from interlace.ir import Program, parse
 from interlace.options import Options
 from interlace.runtime.cuda.graphs import graphs
 from interlace.runtime.cuda.graphs.graphs import Graphs
@@ -44,7 +44,7 @@ class Replays:
             Plan(made, made.instantiate(rank), lambda _, asked: asked or "nccl")
             for rank in made.world
         ]
-        told = [reaches(plan, Notify).get(team.name, {}) for plan in plans]
+        told = [reaches(plan, "raises").get(team.name, {}) for plan in plans]
         stream = mock.patch.object(torch.cuda, "Stream")
         stack.enter_context(stream).return_value.cuda_stream = MAIN
         self.fakes: list[Fake] = []

@@ -31,8 +31,7 @@ from interlace.runtime.cuda import engine as engine_file
 from interlace.runtime.cuda.graphs.warm_up import warm_up
 from interlace.runtime.cuda.waits import watchdog as watchdog_file
 from interlace.runtime.cuda.waits.watchdog import Marks, Watched
-from interlace.runtime.engine import RunLabel
-from interlace.runtime.executor import Teardown
+from interlace.runtime.executor import RunLabel, Teardown
 from interlace.runtime.run_sizes import RunSizes
 
 LIMIT_S = 20.0

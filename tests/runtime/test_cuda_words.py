@@ -13,7 +13,7 @@ from tests.support.fake_cuda import FakeDriver
 from interlace.comm.cuda import driver as driver_file
 from interlace.comm.cuda.driver import WAIT_VALUE_32, Batch
 from interlace.comm.cuda.words import CudaSpace
-from interlace.ir import Expect, Notify, parse
+from interlace.ir import parse
 from interlace.runtime.cuda.lanes import Lane, Words, brought_together
 from interlace.runtime.cuda.sharing import reaches
 from interlace.runtime.prepare.plan import Plan
@@ -161,11 +161,11 @@ def f(tp: Team[3], x: f32[4], y: out[f32[4]], z: out[f32[4]]):
     plans = [
         Plan(program, program.instantiate(rank), lambda team, asked: "nccl") for rank in range(3)
     ]
-    assert reaches(plans[1], Notify) == {"tp": {"some": [0, 0, 5], "all": [2, 0, 2]}}
-    assert reaches(plans[1], Expect) == {"tp": {"some": [4, 0, 0], "all": [1, 0, 1]}}
+    assert reaches(plans[1], "raises") == {"tp": {"some": [0, 0, 5], "all": [2, 0, 2]}}
+    assert reaches(plans[1], "expects") == {"tp": {"some": [4, 0, 0], "all": [1, 0, 1]}}
     told = [{"signals": {}, "span": 6, "uses": True, "gets": []} for _ in plans]
     for note, plan in zip(told, plans, strict=True):
-        note["raises"] = reaches(plan, Notify)["tp"]
+        note["raises"] = reaches(plan, "raises")["tp"]
     side = mock.MagicMock(size=3, me=1)
 
     def exchange(topic: str, note: Any, limit: float) -> Any:
@@ -173,7 +173,9 @@ def f(tp: Team[3], x: f32[4], y: out[f32[4]], z: out[f32[4]]):
         return told
 
     side.team.board.exchange = exchange
-    space = CudaSpace(side, "t", ("some", "all"), 6, True, (), 1.0, reaches(plans[1], Notify)["tp"])
+    space = CudaSpace(
+        side, "t", ("some", "all"), 6, True, (), 1.0, reaches(plans[1], "raises")["tp"]
+    )
     assert [space.last("some", member) for member in range(3)] == [5, 0, 0]
     assert [space.last("all", member) for member in range(3)] == [2, 0, 2]
     assert space.last("other", 0) == 0

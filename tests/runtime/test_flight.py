@@ -1,4 +1,4 @@
-"""How a message names an op: whole, from its place in a fused op, or its beginning."""
+"""How a message names an op: whole, or its beginning."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ def f(tp: Team[2], x: f32[4], y: out[f32[4]]):
 )
 
 
-def test_members_are_named_on_their_own() -> None:
+def test_ops_are_named_with_their_place() -> None:
     flight = Flight(PROGRAM, 1)
-    place = ", from <text>:4)"
-    told = f"rank 1, `main: expect(told, tp.rank + 1)` (part 2 of op 1 of f{place}"
-    assert flight.describe(1, 2) == told
-    assert flight.text(1, 1) == f"`main: record(e)` (part 1 of op 1 of f{place}"
-    assert flight.text(0, 0).startswith("`main: copy(x, y)` (op 0 of f")
+    assert flight.describe(0) == "rank 1, `main: copy(x, y)` (op 0 of f, from <text>:3)"
+    assert flight.text(7) == "op 7"
 
 
 def test_long_ops_are_cut() -> None:

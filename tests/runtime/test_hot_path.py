@@ -177,31 +177,6 @@ def mixed(y: out[f32[4]], a: f32[4], z: out[f32[4]], b: f32[4]):
     assert torch.equal(z, b - a)
 
 
-SLOW = """\
-def slow(x: f32[1500, 1500], y: out[f32[1500, 1500]]):
-    t = alloc(f32[1500, 1500])
-    main: call("aten.mm.out", x, x, out=t)
-    main: call("aten.mm.out", t, x, out=y)
-"""
-
-
-def test_threads_take_turns_with_one_executor() -> None:
-    executor = Executor(parse(SLOW)).prepare()
-    inputs = [torch.randn(1500, 1500) for _ in range(4)]
-    wanted = [executor.run([x])[0] for x in inputs]
-    found: dict[int, torch.Tensor] = {}
-
-    def work(number: int) -> None:
-        found[number] = executor.run([inputs[number]])[0]
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert all(torch.equal(found[n], wanted[n]) for n in range(4))
-
-
 def test_a_thread_that_waits_too_long_gets_an_error() -> None:
     begun, held, release = time.monotonic(), threading.Event(), threading.Event()
 

@@ -12,6 +12,7 @@ from tests.support.pool import Pool
 from interlace.ir import Op, Program, parse, parse_set
 from interlace.options import Backend
 from interlace.runtime import Executor
+from interlace.runtime.prepare.plan import message_backend
 
 BACKENDS = ["gloo", "peer"]
 
@@ -110,3 +111,9 @@ def test_ops_listed_after_a_host_sync_wait_for_it() -> None:
         for turn in range(5):
             x = torch.full((4,), float(turn))
             assert torch.equal(executor.run([x])[0], x * x)
+
+
+def test_messages_go_by_nccl_or_gloo() -> None:
+    """Of what UCC has under way, nothing can be told that nobody waits any longer."""
+    ways = {name: message_backend(name) for name in ("gloo", "nccl", "ucc", "peer")}
+    assert ways == {"gloo": "gloo", "nccl": "nccl", "ucc": "gloo", "peer": "gloo"}

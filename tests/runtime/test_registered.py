@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tests.runtime.programs import executor_of
 from tests.support.interpreter import LifetimeFault, run_ranks
-from tests.support.pool import Pool, RankFailure
+from tests.support.pool import Pool
 from tests.support.registered import REGISTERED, ROWS, TEXTS, K, N, drawn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -349,14 +349,3 @@ def let_go() -> bool:
 
 def test_a_closed_executor_lets_go_of_the_tensors(pool: Pool) -> None:
     assert pool(2).run(let_go) == [True, True]
-
-
-def never_prepared() -> None:
-    """A Program without registered parameters, given one."""
-    with Executor(parse("def f(x: f32[2]):\n    return x"), registered={"x": torch.empty(2)}) as e:
-        e.prepare()
-
-
-def test_without_a_registered_parameter_there_is_nothing_to_give(pool: Pool) -> None:
-    with pytest.raises(RankFailure, match="f has no registered parameter 'x': it has none"):
-        pool(2).run(never_prepared)

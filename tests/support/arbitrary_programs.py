@@ -66,7 +66,7 @@ class Arbitrary:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         choice = rng.choice
-        plain = (View, Node, Region, Site, Remark, Table, Team)
+        plain = (View, Node, Region, Site, Remark, Table)
         self.types: dict[str, Callable[[], Any]] = {
             **{cls.__name__: lambda cls=cls: self.of(cls) for cls in plain},
             "str": self.name,
@@ -80,24 +80,23 @@ class Arbitrary:
             "Dim": self.dim,
             "Step": lambda: self.of(choice(STEPS)),
             "Arg": self.arg,
+            "Team": self.some_team,
             "Op": self.op,
             "Buffer": self.buffer,
         }
         self.special: dict[str, Callable[[], Any]] = {
             "fn": lambda: choice(FUNCTIONS),
+            "Node.fn": lambda: choice(FUNCTIONS[:3]),
             "kwargs": lambda: self.some(lambda: (choice(WORDS), self.arg())),
             "team": self.team,
             "stream": lambda: "main" if rng.random() < 0.6 else self.name(),
             "loc": lambda: self.of(Loc, text=None),
             "Team.name": self.team,
-            "Team.size": lambda: rng.randint(0, 4),
-            "Team.groups": self.groups,
-            "Team.hosts": lambda: None,
             "RankIndex.offset": lambda: rng.randint(-3, 3),
             "Chunk.parts": lambda: choice((2, 3, 4, -1, self.name())),
             "Chunk.dim": lambda: rng.randint(-1, 2),
             "Slice.dim": lambda: rng.randint(-1, 5),
-            "Collective.kind": lambda: choice((*KINDS, "odd kind", "copy")),
+            "Collective.kind": lambda: choice((*KINDS,)),
             "Free.buffer": self.name,
             "Program.params": lambda: self.some(lambda: self.buffer("input", "output")),
         }
@@ -154,11 +153,10 @@ class Arbitrary:
         return rng.choice(args)()
 
     def buffer(self, *kinds: str) -> Buffer:
-        usual = self.rng.random() < 0.8
-        kinds = kinds or ("local", "symmetric", "fresh")
-        kind = self.rng.choice(kinds if usual else ("input", "output", "odd kind", "local"))
-        team = self.team() if kind == "symmetric" or self.flag() else None
-        return self.of(Buffer, kind=kind, team=team)
+        kind = self.rng.choice(kinds or ("local", "symmetric", "fresh"))
+        shared = kind == "symmetric" or (kind in ("input", "output") and self.flag())
+        placed = {} if not kinds else {"storage": None, "offset": 0}
+        return self.of(Buffer, kind=kind, team=self.team() if shared else None, **placed)
 
     def common(self) -> dict[str, Any]:
         """Fields of an op, which the members of a Group or Fused share."""
@@ -166,7 +164,7 @@ class Arbitrary:
 
     def op(self) -> Op:
         cls, inner = self.rng.choice(OPS), self.common()
-        common = inner if self.flag() else self.common()
+        common = inner if self.flag() else {**self.common(), "stream": inner["stream"]}
         if cls is Group:
             members = self.some(lambda: self.of(self.rng.choice((Send, Recv)), **inner))
             return Group(ops=members, **common)
@@ -187,10 +185,10 @@ class Arbitrary:
         plain = {"fresh": (), "mutates": False, "rng": False} if cls is Call else {}
         return self.of(cls, **plain, **common)
 
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        size = self.rng.randint(0, 3)
-        usual, other = tuple(range(size)), self.typed("tuple[int, ...]")
-        return self.some(lambda: usual if self.rng.random() < 0.8 else other)
+    def some_team(self) -> Team:
+        size = self.rng.randint(1, 4)
+        groups = (tuple(range(size)),) * self.rng.randint(1, 2) if self.flag() else None
+        return Team(self.team(), size, groups)
 
     def program(self) -> Program:
         ops = self.some(self.op, 12)

@@ -40,7 +40,8 @@ from interlace.runtime.cuda.engine import CudaEngine
 from interlace.runtime.cuda.lanes import Lane
 from interlace.runtime.cuda.launches import transfers as transfers_file
 from interlace.runtime.cuda.sharing import mark_gotten, signals_of
-from interlace.runtime.engine import EngineContext, RunLabel, TeamResources
+from interlace.runtime.engine import EngineContext, TeamResources
+from interlace.runtime.executor import RunLabel
 from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Parameters
 from interlace.runtime.prepare.plan import Plan

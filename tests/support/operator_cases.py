@@ -1,6 +1,6 @@
 """Calls of torch's operators with arguments, from the samples of torch.testing's `op_db`.
 
-    for case in cases(sample=100, seed=0):
+    for case in cases():
         print(case.fn, case.args)          # aten.add.out, with out= memory in case.outs
 
 Each sample gives the calls of the dispatcher that it leads to, the operator of the sample's own
@@ -9,7 +9,6 @@ name, and of both the overloads in place and with `out=` that take the same argu
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
@@ -163,13 +162,11 @@ def _siblings(op: Op) -> Iterator[tuple[str, Op]]:
                 yield form, found
 
 
-def cases(sample: int | None = None, seed: int = 0) -> Iterator[Case]:
-    """All cases, or those of so many entries of `op_db` by a seed."""
+def cases(seed: int = 0) -> Iterator[Case]:
+    """All cases, with the samples of a seed."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     infos = sorted(op_db, key=lambda info: (info.name, info.variant_test_name))
-    if sample is not None:
-        infos = random.Random(seed).sample(infos, sample)
     kept: defaultdict[tuple[str, torch.dtype], int] = defaultdict(int)
     for info in infos:
         for dtype in DTYPES:

@@ -1,6 +1,6 @@
 """Operators of torch through texts that declare nothing, held against eager.
 
-    print(sweep(sample=50, seed=3))            # counts, and why not, by reason; None: all of op_db
+    sweep().otherwise         # what runs otherwise
 
 A case is *equal* where the text that says nothing of what the operator writes or draws runs, and
 its results, what it leaves in its arguments and the state of the random numbers have eager's bits,
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -245,53 +245,31 @@ def _reason(message: str) -> str:
 
 @dataclass
 class Tally:
-    """Outcomes of every overload: the worst of its cases."""
+    """Outcomes of all cases."""
 
-    cases: Counter[str] = field(default_factory=Counter[str])
-    by_op: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    refused: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    otherwise: list[str] = field(default_factory=list)
-    unfit: dict[str, str] = field(default_factory=dict)
-
-    def add(self, case: Case, outcome: str, reason: str) -> None:
-        if outcome == "unfit":
-            self.unfit.setdefault(case.fn, reason)
-            return
-        self.cases[outcome] += 1
-        self.by_op[case.fn][outcome] += 1
-        if outcome == "refused":
-            self.refused[reason].add(case.fn)
-        if outcome == "otherwise":
-            self.otherwise.append(f"{case.fn} ({case.info}): {reason}")
+    by_op: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """The outcomes of an overload's cases."""
+    refused: set[str] = field(default_factory=set[str])
+    """Reasons of refusals."""
+    otherwise: list[str] = field(default_factory=list[str])
 
     @property
     def running(self) -> list[str]:
         """Overloads of which at least one case runs, and none otherwise."""
-        return [fn for fn, found in self.by_op.items() if found["equal"] and not found["otherwise"]]
-
-    def __str__(self) -> str:
-        lines = [
-            f"{len(self.by_op)} overloads in {sum(self.cases.values())} cases: "
-            f"{len(self.running)} run ({len(self.running) / max(len(self.by_op), 1):.1%}), "
-            f"{len(self.otherwise)} cases run otherwise",
-            f"cases: {self.cases['equal']} equal, {self.cases['refused']} refused",
-            f"{len({*self.unfit} - {*self.by_op})} overloads without a case (eager raises, or "
-            "differs from run to run)",
-            "refused, by reason (overloads):",
-        ]
-        for reason, fns in sorted(self.refused.items(), key=lambda item: -len(item[1])):
-            some = ", ".join(sorted(fns)[:6]) + (", ..." if len(fns) > 6 else "")
-            lines.append(f"  {len(fns):4} {reason}: {some}")
-        return "\n".join(
-            [*lines, "otherwise:", *(f"  {each}" for each in self.otherwise or ["none"])]
-        )
+        return [fn for fn, of in self.by_op.items() if "equal" in of and "otherwise" not in of]
 
 
-def sweep(sample: int | None = None, seed: int = 0) -> Tally:
-    """Tries all cases, or those of so many entries of `op_db`."""
+def sweep(seed: int = 0) -> Tally:
+    """Tries all cases."""
     tally = Tally()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for case in cases(sample, seed):
-            tally.add(case, *attempt(case))
+        for case in cases(seed):
+            outcome, reason = attempt(case)
+            if outcome != "unfit":
+                tally.by_op[case.fn].add(outcome)
+            if outcome == "refused":
+                tally.refused.add(reason)
+            if outcome == "otherwise":
+                tally.otherwise.append(f"{case.fn} ({case.info}): {reason}")
     return tally

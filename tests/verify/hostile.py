@@ -109,42 +109,12 @@ def scattered(size: int) -> str:
     )
 
 
-def long_views(size: int) -> str:
-    """One view of very many steps."""
-    steps = listed(size // 2, lambda k: f".slice(0, 0, {1000000 - k})", "")
-    turns = listed(size // 2, lambda k: ".permute(1, 0)", "")
-    head = "def f(tp: Team[1], x: f32[1000000], m: f32[8, 8], y: out[f32[8, 8]]):\n"
-    return f"{head}    main: copy(x{steps}[0:64].view(8, 8), y)\n    main: copy(m{turns}, y)\n"
-
-
-def many_views(size: int) -> str:
-    """Chains of a hundred steps, each another."""
-
-    def line(k: int) -> str:
-        steps = "".join(f".slice(0, 0, {100000 - j - k})" for j in range(100))
-        return f"main: copy(x{steps}[0:16].view(4, 4), y)"
-
-    return filled(size, "def f(tp: Team[1], x: f32[100000], y: out[f32[4, 4]]):\n", line)
-
-
 # Names and lists
 
 
 def nested(size: int) -> str:
     """An expression of brackets in brackets."""
     return f"{ONE}    main: copy(x[0:{'(' * (size // 2)}4{')' * (size // 2)}], y)\n"
-
-
-def nested_tuples(size: int) -> str:
-    deep = f"{'(' * 80}x,{'),' * 79})"
-    return filled(size, ONE, lambda k: f'main: call("aten.stack", {deep}, out=y)')
-
-
-def long_sum(size: int) -> str:
-    """A size that is a sum of very many terms."""
-    terms = listed(size // 2, lambda k: "S", " + ")
-    head = f"def f(tp: Team[1], S: Size[8], x: f32[{terms}], y: out[f32[{terms}]]):\n"
-    return f"{head}    main: copy(x, y)\n"
 
 
 def long_product(size: int) -> str:
@@ -180,93 +150,13 @@ def sized_boxes(size: int) -> str:
     )
 
 
-def many_conditions(size: int) -> str:
-    facts = listed(size, lambda k: f"S * T - {k} * S > {k % 7}")
-    head = "def f(tp: Team[1], S: Size[4096], T: Size[900000], x: f32[S], y: out[f32[S]]):\n"
-    return f"{head}    assume({facts})\n    main: copy(x, y)\n"
-
-
-def many_names(size: int) -> str:
-    """Long names that are alike to the last letter."""
-    same = "a" * 400
-    return filled(size, ONE, lambda k: f"main: record({same}{k})\nside: wait({same}{k})")
-
-
-def many_inputs(size: int) -> str:
-    params = listed(size // 2, lambda k: f"x{k}: f32[4]")
-    number = params.count(":")
-    return filled(
-        size,
-        f"def f(tp: Team[1], {params}):\n",
-        lambda k: f"main: copy(x{k % number}, x{k * 7 % number})",
-    )
-
-
-def many_outputs(size: int) -> str:
-    params = listed(size, lambda k: f"y{k}: out[f32[4]]")
-    return f"def f(tp: Team[1], x: f32[4], {params}):\n    main: copy(x, y0)\n"
-
-
-def many_results(size: int) -> str:
-    results = listed(size // 2, lambda k: f"x[{k % 4}:{k % 4 + 1}]")
-    more = listed(size // 2, lambda k: f"t[{k}:{k + 1}]")
-    return f"{ONE}    t = empty(f32[1000000])\n    main: copy(x, y)\n    return {results}, {more}\n"
-
-
-def long_table(size: int) -> str:
-    number = min(65536, size // 3)
-    values = ", ".join(["1"] * number)
-    head = f"def f(tp: Team[{number}], x: f32[{number}, 4], y: out[f32[{number}, 4]]):\n"
-    return f"{head}    rows = table(tp, {values})\n    main: copy(x.chunk(tp.rank, rows), y.chunk(tp.rank, rows))\n"
-
-
-def many_calls(size: int) -> str:
-    """Results that are made anew, each of two before."""
-    head = f"{ONE}    main: call('aten.add.Tensor', x, x, out=(t0 := f32[4, 4]))\n"
-    return filled(
-        size,
-        head,
-        lambda k: f'main: call("aten.add.Tensor", t{k}, t{k // 2}, out=(t{k + 1} := f32[4, 4]))',
-    )
-
-
-def long_call(size: int) -> str:
-    arguments = listed(size, lambda k: f"x[{k % 4}:{k % 4 + 1}]")
-    return f'{ONE}    main: call("aten.cat.out", ({arguments}), out=y)\n'
-
-
 # Streams and events
-
-
-def few_streams(size: int) -> str:
-    """A thousand streams, which await each other round and round."""
-
-    def line(k: int) -> str:
-        one, two = k % 1000, (k * 17 + 5) % 1000
-        return f"s{one}: wait(e{two})\ns{one}: copy(x, t{one})\ns{one}: record(e{one})"
-
-    head = "".join(f"    t{k} = alloc(f32[4, 4])\n    s{k}: record(e{k})\n" for k in range(1000))
-    return filled(size, f"{ONE}{head}", line)
-
-
-def unrecorded(size: int) -> str:
-    """Waits for events that are recorded only behind them all."""
-    half = filled(size // 2, "", lambda k: f"main: wait(e{k})")
-    return f"{ONE}{half}{filled(size // 2, '', lambda k: f'side: record(e{k})')}"
 
 
 def long_fused(size: int) -> str:
     """One op of very many parts."""
     parts = listed(size, lambda k: f'part(call("aten.neg.out", x, out=y), record(e{k}))')
     return f"{ONE}    main: fused({parts})\n"
-
-
-def one_part(size: int) -> str:
-    """One op of one part with very many members."""
-    call = 'call("aten.neg.out", x, out=t[{0}:{1}]), record(e{0})'
-    members = listed(size, lambda k: call.format(k, k + 1))
-    head = f"def f(tp: Team[1], x: f32[1], t: f32[{members.count('call')}]):\n"
-    return f"{head}    main: fused(part({members}))\n"
 
 
 # Ranks
@@ -298,12 +188,6 @@ def lonely(size: int) -> str:
     return f"def f{head.format(0)}{one}\n\ndef g{head.format(1)}{two}"
 
 
-def long_group(size: int) -> str:
-    both = "send(x[{0}:{1}], peer=tp.rank + 1), recv(y[{0}:{1}], peer=tp.rank + 1)"
-    members = listed(size, lambda k: both.format(k % 4, k % 4 + 1))
-    return f"{TWO}    main: group({members})\n"
-
-
 def collectives(size: int) -> str:
     """Collectives of many teams that two ranks issue in opposite orders."""
     number = max(2, size // 100)
@@ -312,17 +196,6 @@ def collectives(size: int) -> str:
     ops = [f'    main: all_reduce(x, y, team=t{k}, reduce="sum")\n' for k in range(number)]
     one, two = head.format(teams, 0), head.format(teams, 1)
     return f"def f{one}{''.join(ops)}\n\ndef g{two}{''.join(reversed(ops))}"
-
-
-def unlike(size: int) -> str:
-    """Collectives of which each rank says another thing."""
-    head = "(tp: Team[[0, 1]], x: f32[4, 4], y: out[f32[4, 4]]):\n    ranks({})\n"
-    body = filled(
-        size // 2,
-        "",
-        lambda k: f"main: {'all_reduce(x, y, team=tp, reduce=' + chr(34) + 'sum' + chr(34) + ')'}",
-    )
-    return f"def f{head.format(0)}{body}\n\ndef g{head.format(1)}{body.replace('sum', 'max')}"
 
 
 def long_circle(size: int) -> str:
@@ -349,15 +222,6 @@ def large_team(size: int) -> str:
         lambda k: f"main: copy(x[{k % 1024}], y[{k % 1024}])\nmain: notify(s{k}, to=tp.rank + 1)",
         lambda k: f"side: expect(s{k}, tp.rank - 1)\nside: record(e)\nmain: wait(e)",
     )
-
-
-def large_local(size: int) -> str:
-    """A thousand ranks that do not fold, with nothing to do with one another."""
-    head = (
-        "def f(tp: Team[1024], x: f32[1024, 4], y: f32[1024, 4]):\n"
-        "    main: broadcast(x, y, team=tp, root=0)\n"
-    )
-    return filled(size, head, lambda k: f"main: copy(x[tp.rank + {k}], y[{k % 1024}])")
 
 
 def largest_team(size: int) -> str:
@@ -388,21 +252,6 @@ def wide_mesh(size: int) -> str:
     return f"def f({', '.join(teams)}, {more}, x: f32[4], y: out[f32[4]]):\n    main: copy(x, y)\n"
 
 
-def named_ranks(size: int) -> str:
-    """A team that lists its ranks."""
-    number = min(65536, size // 7)
-    ranks = ", ".join(map(str, range(number)))
-    head = f"def f(tp: Team[[{ranks}]], x: f32[4, 4], y: out[f32[4, 4]]):\n    ranks({ranks})\n"
-    return f"{head}    main: all_reduce(x, y, team=tp, reduce='sum')\n    main: send(x, peer=0)\n"
-
-
-def many_teams(size: int) -> str:
-    """Teams of teams."""
-    teams = listed(size, lambda k: f"t{k}: Team[[{k % 9}, {(k + 1) % 9 + 9}]]")
-    ranks = ", ".join(map(str, range(19)))
-    return f"def f({teams}, x: f32[4, 4], y: out[f32[4, 4]]):\n    ranks({ranks})\n    main: copy(x, y)\n"
-
-
 def many_programs(size: int) -> str:
     """A Program for each rank of one team."""
     number = max(2, size // 400)
@@ -415,11 +264,6 @@ def many_programs(size: int) -> str:
 
 
 # Faults
-
-
-def freed_early(size: int) -> str:
-    head = f"{ONE}    t = alloc(f32[4, 4])\n    main: free(t)\n"
-    return filled(size, head, lambda k: "main: copy(x, t)\nside: copy(t, y)\nmain: free(t)")
 
 
 def scales(size: int) -> str:
@@ -449,27 +293,6 @@ FILLED: dict[str, tuple[str, *tuple[Lines, ...]]] = {
         lambda k: f"main: copy(x[:, {k % 4095}:{k % 4095 + 1}], y[:, {k % 4095}:{k % 4095 + 1}])",
         lambda k: f"main: copy(y[:, {k % 4000}:{k % 4000 + 96}], x[:, {k % 4000}:{k % 4000 + 96}])",
     ),
-    "many_sites": (
-        ONE,
-        lambda k: f'site({k}, "all_gather_matmul", "layers.{k}", reason="because")',
-        lambda k: f'remark("decompose", "why not {k}", site={k})',
-    ),
-    "many_tables": (
-        TWO,
-        lambda k: f"t{k} = table(tp, {k % 5}, {4 - k % 5})",
-        lambda k: "",
-    ),
-    "many_regions": (
-        ONE,
-        lambda k: f'@region\ndef r{k}(a):\n    b = call("aten.neg.default", a)\n    return b',
-        lambda k: f'main: call("r{k}", x, out=(z{k} := f32[4, 4]))',
-    ),
-    "many_buffers": (
-        ONE,
-        lambda k: (
-            f"t{k} = alloc(f32[4, 4])\nmain: copy(x, t{k})\nside: copy(t{k}, y)\nmain: free(t{k})"
-        ),
-    ),
     # Buffers of one storage, each begins where no other does.
     "one_storage": (
         ONE,
@@ -482,11 +305,6 @@ FILLED: dict[str, tuple[str, *tuple[Lines, ...]]] = {
         ONE,
         lambda k: f'b{k} = alloc(f32[4, 4], storage="s", offset={k % 64 * 4})\nmain: copy(x, b{k})',
         lambda k: f"side: copy(b{k}, y)\nside: free(b{k})",
-    ),
-    "many_slots": (
-        TWO,
-        lambda k: f"t{k} = alloc(f32[4, 4], symmetric=tp)\nmain: copy(x, t{k})",
-        lambda k: f"side: get(t{k}, y, peer=tp.rank + 1)\nmain: free(t{k})",
     ),
     # One slot that is taken again and again, and never freed.
     "one_slot": (
@@ -504,24 +322,6 @@ FILLED: dict[str, tuple[str, *tuple[Lines, ...]]] = {
         f"{ONE}    s0: record(e0)\n",
         lambda k: f"s{k + 1}: wait(e{k})\ns{k + 1}: wait(e{k // 2})\ns{k + 1}: record(e{k + 1})",
     ),
-    "one_event": (
-        ONE,
-        lambda k: "main: record(e)\nside: wait(e)\nside: copy(x, y)",
-    ),
-    "host_syncs": (
-        ONE,
-        lambda k: f"s{k}: copy(x, y)\ns{k % 7}: host_sync()",
-    ),
-    "many_signals": (
-        TWO,
-        lambda k: f"main: notify(s{k}, to=tp.others)\nside: expect(s{k + 1}, tp.rank + 1)",
-    ),
-    # Notifies that do not grow, in no order.
-    "falling": (
-        TWO,
-        lambda k: f"main: notify(s, to=tp.rank + 1, value={k % 9 + 1})",
-        lambda k: f"side: notify(s, to=tp.rank + 1, value={k % 7 + 1})",
-    ),
     # Messages that all wait for each other.
     "messages": (
         TWO,
@@ -529,10 +329,6 @@ FILLED: dict[str, tuple[str, *tuple[Lines, ...]]] = {
         lambda k: "main: recv(y, peer=tp.rank + 1)",
     ),
     # Messages on streams of their own, behind others that wait for them.
-    "crossed": (
-        TWO,
-        lambda k: f"s{k}: recv(y, peer=tp.rank + 1)\ns{k}: send(x, peer=tp.rank + 1)",
-    ),
     # Circles of signals, each on two streams of its own.
     "circles": (
         TWO,
@@ -546,27 +342,9 @@ FILLED: dict[str, tuple[str, *tuple[Lines, ...]]] = {
         lambda k: "side: copy(x, y)",
     ),
     # A race for each buffer.
-    "races_apart": (
-        ONE,
-        lambda k: f"t{k} = empty(f32[4, 4])\nmain: copy(x, t{k})\nside: copy(t{k}, y)",
-    ),
-    "all_unwritten": (
-        ONE,
-        lambda k: f"t{k} = alloc(f32[4, 4])\nmain: copy(t{k}, y)",
-    ),
     "in_place": (
         ONE,
         lambda k: f"main: copy(y[{k % 3}:{k % 3 + 2}], y[{k % 3 + 1}:{k % 3 + 3}])",
-    ),
-    "unknown_operators": (
-        ONE,
-        lambda k: f'main: call("mine.op{k}.default", x, out=y)',
-    ),
-    "kernels": (
-        TWO,
-        lambda k: (
-            f"main: fused(part(call('aten.mm.out', x, x, out=y)), kernel=scatter_matmul(pieces={k + 1}, own=1))"
-        ),
     ),
 }
 """Texts of a head and lines over and over, by name."""
@@ -580,14 +358,26 @@ def _repeated(name: str, size: int) -> str:
 HOSTILE: dict[str, Hostile] = {
     each.__name__: each
     for each in (
-        *(odd_strides, deep_boxes, wide_strided, scattered),
-        *(long_views, many_views, nested, nested_tuples, long_sum, long_product, many_sizes),
-        *(sized_boxes, many_conditions, many_names, many_inputs, many_outputs, many_results),
-        *(long_table, many_calls, long_call, few_streams, unrecorded),
-        *(long_fused, one_part, signals, all_signals),
-        *(lonely, long_group, collectives, unlike, long_circle, large_team, large_local),
-        *(largest_team, many_members, wide_mesh, named_ranks, many_teams, many_programs),
-        *(freed_early, scales),
+        odd_strides,
+        deep_boxes,
+        wide_strided,
+        scattered,
+        nested,
+        long_product,
+        many_sizes,
+        sized_boxes,
+        long_fused,
+        signals,
+        all_signals,
+        lonely,
+        collectives,
+        long_circle,
+        large_team,
+        largest_team,
+        many_members,
+        wide_mesh,
+        many_programs,
+        scales,
     )
 } | {name: partial(_repeated, name) for name in FILLED}
 """Functions by name that make a text of about so many characters."""

@@ -17,18 +17,9 @@ from interlace.ir import Expect, Notify, Op, Program, Record, Wait, parse_set, p
 from interlace.verify import Finding, check
 
 RANK = r"(?: on ranks? (?P<rank>\d+)(?: to \d+|, \d+)*)?"
-CLAUSES = tuple(
-    re.compile(pattern)
-    for pattern in (
-        rf"(?P<side>after|before) line (?P<at>\d+){RANK} add (?P<new>`[^`]*`(?: then `[^`]*`)*)",
-        rf"(?P<side>at the end){RANK} add (?P<new>`[^`]*`(?: then `[^`]*`)*)",
-        rf"move line (?P<gone>\d+) (?P<side>after|before) line (?P<at>\d+){RANK}"
-        r"(?: as (?P<new>`[^`]*`))?",
-        rf"move line (?P<gone>\d+) (?P<side>to the end){RANK}(?: as (?P<new>`[^`]*`))?",
-        rf"replace line (?P<gone>\d+){RANK} by (?P<new>`[^`]*`)",
-        rf"remove line (?P<gone>\d+){RANK}",
-        r"then check again: other faults show then \([a-z, -]+\)",
-    )
+CLAUSES = (
+    re.compile(rf"(?P<side>after|before) line (?P<at>\d+){RANK} add `(?P<new>[^`]*)`"),
+    re.compile(rf"(?P<side>at the end){RANK} add `(?P<new>[^`]*)`"),
 )
 
 
@@ -51,31 +42,19 @@ def literally(text: str, fix: str) -> str:
     spans = {op.lineno: op.end_lineno or op.lineno for one in defs for op in one.body}
     before: dict[int, list[str]] = {}
     after: dict[int, list[str]] = {}
-    instead: dict[int, list[str]] = {}
     for clause in clauses(fix):
-        gone, side, new = clause.get("gone"), clause.get("side"), clause.get("new")
-        put = [f"    {code}" for code in re.findall(r"`([^`]*)`", new or "")]
-        if gone is not None:
-            first = int(gone)
-            put = put or lines[first - 1 : spans[first]]
-            instead[first] = [] if side else (put if new else [])
-        if side in ("after", "before"):
-            at = int(clause["at"] or 0)
-            (after if side == "after" else before).setdefault(at, []).extend(put)
-        elif side:
-            body = defs[_which(defs, clause.get("rank"))].body
-            last = body[-1]
-            where = before if isinstance(last, ast.Return) else after
-            where.setdefault(last.lineno, []).extend(put)
+        put, at = f"    {clause['new']}", clause.get("at")
+        if at is not None:
+            (after if clause["side"] == "after" else before).setdefault(int(at), []).append(put)
+            continue
+        last = defs[_which(defs, clause.get("rank"))].body[-1]
+        where = before if isinstance(last, ast.Return) else after
+        where.setdefault(last.lineno, []).append(put)
     edited: list[str] = []
     number = 1
     while number <= len(lines):
-        stop = number
-        if number in before or number in after or number in instead:
-            stop = spans[number]
-        edited += before.get(number, [])
-        edited += instead.get(number, lines[number - 1 : stop])
-        edited += after.get(number, [])
+        stop = spans[number] if number in before or number in after else number
+        edited += [*before.get(number, []), *lines[number - 1 : stop], *after.get(number, [])]
         number = stop + 1
     return "\n".join(edited) + "\n"
 

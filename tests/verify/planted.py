@@ -18,7 +18,7 @@ import pytest
 from tests.fuzzing import campaign as campaigns
 from tests.verify.schedules import GOLDEN
 
-from interlace.ir.order import Awaited, Meetings
+from interlace.ir.order import Meetings
 from interlace.ir.sizes import greatest, least
 from interlace.verify.build import GraphBuilder, _RunBuilder
 from interlace.verify.graph import HappensBefore
@@ -56,15 +56,13 @@ def first_record(self: _Lowering, item: Item) -> None:
         self.records[item.ordering.records or ""] = known
 
 
-def last_notify(self: Meetings[Any]) -> Iterator[Awaited[Any]]:
-    for signal, value, at in self.awaited:
-        raised = self.raised.get(signal, ())
-        enough = [source for reached, source in raised if reached >= value]
-        most = max((v for v, _ in raised), default=0)
-        yield Awaited(signal, value, at, enough[-1] if enough else None, most)
+def last_raise(self: Meetings[Any], signal: Any, value: int) -> tuple[Any, int]:
+    raised = self.raised.get(signal, ())
+    enough = [source for reached, source in raised if reached >= value]
+    return enough[-1] if enough else None, max((v for v, _ in raised), default=0)
 
 
-def by_hull(self: Sweep, one: Any, other: Any, boxes: bool) -> bool:
+def by_hull(self: Sweep, one: Any, other: Any) -> bool:
     return one.lo < other.hi and other.lo < one.hi
 
 
@@ -107,7 +105,7 @@ PLANTED: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "the host does not wait": (_RunBuilder, "order", host_goes_on),
     "callers touch nothing": (_RunBuilder, "run", without_callers),
     "an event stays where it was first": (_Lowering, "bind", first_record),
-    "the last notify counts": (Meetings, "levels", last_notify),
+    "the last notify counts": (Meetings, "first_raise", last_raise),
     "boxes meet as hulls do": (Sweep, "_meet", by_hull),
     "as_strided is what it is": (Regions, "_resolve", as_it_is),
     "what others write is no loss": (Content, "lose", nothing),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from interlace.errors import ProgramError
-from interlace.ir import Box, Buffer, DType, View, Where
+from interlace.ir import Box, Buffer, DType, Program, View
 from interlace.ir.sizes import number, numbers
 from interlace.verify.regions import covered
 
@@ -32,7 +32,7 @@ def any_box(rng: random.Random) -> Box:
 
 def view_box(rng: random.Random) -> Box:
     """The box of some view of a buffer of 96 elements."""
-    buffer, where = Buffer("x", rng.choice(DTYPES), (6, 4, 4)), Where.of(0, ())
+    buffer, where = Buffer("x", rng.choice(DTYPES), (6, 4, 4)), Program().where(0)
     view = View("x")
     for _ in range(rng.randint(0, 3)):
         sizes = numbers(view.box(buffer, where).sizes)

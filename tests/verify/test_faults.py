@@ -123,8 +123,8 @@ FAULTS: dict[str, tuple[SET, str, tuple[str, ...]]] = {
     ),
     "shifted chunk": (
         programs(replaced(PEER, "get(full[tp.rank + 3]", "get(full[tp.rank + 2]")),
-        "uninitialized",
-        ("full[tp.rank + 3], w",),
+        "race",
+        ("get(full[tp.rank + 2], peer=tp.rank + 3", "full[tp.rank + 2], w"),
     ),
     "chunk that leaves rows unwritten": (
         programs(replaced(PEER, "out=y[tp.rank + 2]", "out=y[tp.rank + 1]")),

@@ -5,7 +5,6 @@ python -m tests.fuzzing --programs 100000        # as many as one has patience f
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -163,14 +162,3 @@ def test_it_needs_nothing_but_python(seed: int) -> None:
     assert f"seed {seed}: 60 sets of Programs" in done.stdout
     assert "misses: 0" in done.stdout
     assert f"seed {seed}" in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_programs_for_half_an_hour(seed: int) -> None:
-    tally = run(Plan(10**9, seed, seconds=1800))
-    print(tally)
-    assert not tally.counts, "\n\n".join(found.text for found in tally.found)
-    rng = random.Random(seed)
-    for _ in range(2_000):
-        check_in_all_ways(drawn(seed, rng.getrandbits(30))[0])

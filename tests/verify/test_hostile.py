@@ -13,7 +13,7 @@ from tests.verify.hostile import HOSTILE, ONE, filled, measure
 
 from interlace.errors import ProgramError
 from interlace.ir import parse_set, validate
-from interlace.verify import Report, check, graph, matching, regions
+from interlace.verify import Report, check, graph, regions
 
 MOST_SECONDS, MOST_BYTES = 60, 2 << 30
 """Limits: seconds of a processor, so that a busy machine takes no more, and bytes of memory."""
@@ -86,18 +86,6 @@ def test_ranks_with_places_in_too_many_teams_are_refused(monkeypatch: pytest.Mon
         checked(text.format(f"{teams}, more: Team[1]"))
 
 
-def test_a_collective_of_all_ranks_is_compared_for_those_that_stand_for_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    text = """\
-def f(tp: Team[1024], x: f32[4], y: out[f32[4096]], z: out[f32[4]]):
-    main: all_gather(x, y, team=tp)
-    main: reduce_scatter(y, z, team=tp, reduce="sum")
-"""
-    monkeypatch.setattr(matching, "PER_MEMBER", regions.MAX_STEPS)
-    assert checked(text).sound
-
-
 def test_comparing_named_sizes_counts_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "def f(tp: Team[1], {}x: f32[{} + 99], y: f32[{} + 99]):\n"
     body = "".join(
@@ -108,23 +96,3 @@ def test_comparing_named_sizes_counts_for_more(monkeypatch: pytest.MonkeyPatch) 
     assert checked((text + body.replace("{2}", "64")).format("", "64", "64")).sound
     with pytest.raises(ProgramError, match="takes more than 20,000 steps"):
         checked((text + body.replace("{2}", "S")).format("S: Size[64], ", "S", "S"))
-
-
-BEHIND = """\
-def f(tp: Team[2], x: f32[4], y: out[f32[4]]):
-    t = empty(f32[4])
-    main: expect(s, tp.rank + 1)
-    main: copy(t, y)
-    main: notify(s, to=tp.rank + 1)
-"""
-
-
-def test_a_fix_that_uncovers_another_fault_says_check_again() -> None:
-    (finding,) = checked(BEHIND).errors
-    assert finding.kind == "deadlock"
-    assert finding.edits
-    assert finding.fix.endswith(", then check again: other faults show then (uninitialized)")
-    (alone,) = checked(
-        BEHIND.replace("    main: expect", "    main: copy(x, t)\n    main: expect")
-    ).errors
-    assert "check again" not in alone.fix

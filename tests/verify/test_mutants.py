@@ -49,21 +49,3 @@ def test_some_schedules_with_one_fault(
     assert not sweep.wrong, "\n\n".join(sweep.wrong)
     assert sweep.of("flagged") >= 25, sweep
     assert sweep.of("equal") >= 5, sweep
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("world", WORLDS)
-def test_all_schedules_with_one_fault(
-    world: int, seed: int, record_property: Callable[[str, object], None]
-) -> None:
-    """All mutants of two ranks; of more, a part of each schedule's."""
-    sweep = Sweep(seed)
-    for one in schedules([world]):
-        sweep.visit(one, None if world == 2 else 40)
-    record_property("fuzz", str(sweep))
-    assert not sweep.wrong, "\n\n".join(sweep.wrong)
-    for sort in SORTS:
-        if sort != "team" or (world > 2 and world % 2 == 0):  # else there is no other team
-            assert sweep.of(sort, "flagged") >= 3, (sort, sweep.counts)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from interlace.ir import Box, parse
 from interlace.ir.sizes import number, numbers
-from interlace.verify import scales as module
 from interlace.verify.build import GraphBuilder
 from interlace.verify.regions import Regions
-from interlace.verify.scales import Origins, Strip
+from interlace.verify.scales import Origin, Strip, _Walk
 from interlace.verify.source import lower
-from interlace.verify.sweep import Sweep
+from interlace.verify.sweep import Content, Sweep
 
 VIEWS = (
     *("{}", "{}[1:3]", "{}[3:4]", "{}[2:2]", "{}.view(24)[5:6]", "{}.view(24)[3:17]"),
@@ -32,60 +29,46 @@ def bytes_of(box: Box) -> list[int]:
     return [start * item + i for start in starts for i in range(item)]
 
 
-def each(strip: Strip[str]) -> list[str | None]:
+def each(strip: Strip) -> list[object]:
     """The origin of each byte; no origin is named that has none."""
     assert all(size > 0 for size, _ in strip)
-    return [origin for size, origin in strip for _ in range(number(size))]
+    keys = [(number(size), None if origin is None else origin.key) for size, origin in strip]
+    return [
+        key.name if isinstance(key, Content) else key for size, key in keys for _ in range(size)
+    ]
 
 
-def moves(lines: list[str]) -> tuple[Sweep, Origins[str]]:
+def moves(lines: list[str]) -> _Walk:
     text = "def f(x: bf16[4, 6], y: bf16[4, 6]):\n    t = alloc(bf16[4, 6])\n"
     program, regions = parse(text + "".join(f"    main: {line}\n" for line in lines)), Regions()
     builder = GraphBuilder([lower(program, regions)], regions)
-    sweep = Sweep(builder.build(), regions, builder.slot)
-    return sweep, Origins(sweep, lambda content: f"all of {content.name}")
+    builder.build()
+    return _Walk(builder, Sweep(builder))
 
 
 def test_origins_agree_with_a_list_of_bytes(seed: int) -> None:
     rng = random.Random(seed)
     views = [tuple(rng.choice(VIEWS).format(rng.choice("xyt")) for _ in "rw") for _ in range(1500)]
-    sweep, origins = moves([f'call("aten.neg.out", {src}, out={dst})' for src, dst in views])
-    memory: dict[str, list[str | None]] = {name: [f"all of {name}"] * 48 for name in "xy"}
+    walk = moves([f'call("aten.neg.out", {src}, out={dst})' for src, dst in views])
+    memory: dict[str, list[object]] = {name: [name] * 48 for name in "xy"}
     memory["t"] = [None] * 48
-    (place,) = sweep.graph.places
+    (place,) = walk.sweep.graph.places
     met = 0
     for item in place.source.items:
         for touch in item.touches if item.op is not None else ():
-            known, box = memory[touch.spot.buffer.name], origins.box(place, touch)
-            strip = origins.read(place, touch, rng.choice((None, box)))
+            known, box = memory[touch.spot.buffer.name], walk.box(place, touch)
+            strip = walk.read(place, touch, rng.choice((None, box)))
             assert each(strip) == [known[at] for at in bytes_of(box)], (seed, touch.spot.view)
             met += len(strip)
             if not touch.write:
                 continue
-            new, left = list[tuple[int, str | None]](), len(bytes_of(box))
+            new, left = list[tuple[int, Origin | None]](), len(bytes_of(box))
             while left:
-                new.append((rng.randint(1, left), rng.choice((None, "a", "b", "c"))))
+                new.append((rng.randint(1, left), rng.choice((None, *map(Origin, "abc")))))
                 left -= new[-1][0]
             given = rng.choice((new, new, new, None))
-            origins.write(place, touch, given)
+            walk.write(place, touch, given)
             held = each(new) if given is not None else [None] * len(bytes_of(box))
             for at, origin in zip(bytes_of(box), held, strict=True):
                 known[at] = origin
     assert met > 4000
-
-
-def test_a_view_of_many_runs_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four runs are; what twelve runs write is unknown from the first to the last."""
-    monkeypatch.setattr(module, "MOST", 4)
-    views = ("x.slice(1, 5, 6)", "x.view(4, 3, 2).slice(2, 0, 1)", "x")
-    sweep, origins = moves([f'call("aten.neg.out", {view}, out={view})' for view in views])
-    (place,) = sweep.graph.places
-    calls = [item.touches for item in place.source.items if len(item.touches) == 2]
-    (column, to_column), (twelve, to_twelve), (whole, _) = calls
-    assert each(origins.read(place, column)) == ["all of x"] * 8
-    origins.write(place, to_column, [(4, "a"), (4, "b")])
-    assert each(origins.read(place, column)) == ["a"] * 4 + ["b"] * 4
-    assert origins.read(place, twelve) == [(24, None)]
-    assert each(origins.read(place, whole)).count("all of x") == 40
-    origins.write(place, to_twelve, [(24, "c")])
-    assert each(origins.read(place, whole)) == [None] * 46 + ["b"] * 2

@@ -11,7 +11,6 @@ from tests.support.line_count import per_op
 from interlace.errors import ProgramError
 from interlace.ir import parse
 from interlace.verify import check
-from interlace.verify import graph as graph_module
 from interlace.verify.graph import HappensBefore
 
 ROUND = (
@@ -69,25 +68,6 @@ def test_a_slot_that_is_taken_again_awaits_all_ranks_once() -> None:
     assert per_op(work, 48) < 500
 
 
-LAYER = (
-    '    main: all_reduce(x, y, reduce="sum", team=tp)\n    main: record(a{0})\n'
-    '    comm: wait(a{0})\n    comm: all_reduce(y, z, reduce="sum", team=dp)\n'
-    "    comm: record(b{0})\n    main: wait(b{0})\n"
-)
-
-
-def test_what_ranks_of_a_mesh_know_of_all_is_put_together_once_for_a_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[int] = []
-    real = HappensBefore._new_base
-    monkeypatch.setattr(HappensBefore, "_new_base", lambda *args: made.append(1) or real(*args))
-    head = "dp: Team[16], tp: Team[8], x: f32[4], y: out[f32[4]], z: out[f32[4]]"
-    body = "".join(LAYER.format(i) for i in range(6))
-    assert check(parse(f"def f({head}):\n{body}")).sound
-    assert 0 < sum(made) <= 2 * 6 * (16 + 8)  # by groups, and not by ranks: 128
-
-
 @pytest.mark.timeout(60)
 def test_one_collective_on_ten_thousand_ranks() -> None:
     text = "def f(tp: Team[10000], x: f32[4], y: out[f32[4]]):\n"
@@ -112,9 +92,6 @@ def f(tp: Team[60000], x: f32[4], y: out[f32[4]]):
 """
     with pytest.raises(ProgramError, match="check the schedule on fewer ranks"):
         check(parse(text.strip()))
-
-
-# Clocks of more chains than they hold apart from their base, with few chains: MAX_SINCE is lowered
 
 
 def drawn(rng: random.Random, num_chains: int) -> HappensBefore:
@@ -146,11 +123,7 @@ def drawn(rng: random.Random, num_chains: int) -> HappensBefore:
     return graph
 
 
-@pytest.mark.parametrize("most", [0, 1, 2, 3, 128])
-def test_clocks_tell_what_the_edges_do(
-    most: int, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(graph_module, "MAX_SINCE", most)
+def test_clocks_tell_what_the_edges_do(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(60):
         graph = drawn(rng, rng.randint(2, 6))
@@ -163,31 +136,6 @@ def test_clocks_tell_what_the_edges_do(
             for other in placed:
                 begin = graph.begins.get(other, other)
                 assert graph.before(one, other) == (one in earlier[begin])
-
-
-def test_a_base_that_includes_the_others_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_module, "MAX_SINCE", 2)
-    graph = HappensBefore(4)
-    make, join = graph._new_base, graph._joined_base  # pyright: ignore[reportPrivateUsage]
-    start = make([0, 0, 0, 0])
-    one = make([1, 0, 0, 0], start)
-    two = make([1, 2, 0, 0], one)
-    three = make([1, 2, 3, 0], two)
-    other = make([0, 0, 0, 4], start)
-    for bases in ([one, two], [one, three], [two, three], [one, two, three]):
-        assert join([*bases]) is bases[-1]
-        assert join([*bases[::-1]]) is bases[-1]
-    assert join([three]) is three
-    pair = join([two, other])
-    assert pair == (1, 2, 0, 4)
-    assert join([pair, two]) is join([other, pair]) is join([one, pair]) is pair
-    last = make([0, 3, 0, 0])
-    triple = join([two, last, other])
-    assert triple == (1, 3, 0, 4)
-    assert all(join([triple, each]) is join([each, triple]) is triple for each in (two, last, one))
-    assert join([last, one, three, other]) == (1, 3, 3, 4)
-    assert join([three, other, one]) == (1, 2, 3, 4)
-    assert join([other, one, three]) == (1, 2, 3, 4)
 
 
 def test_ops_that_learn_nothing_of_others_share_a_clock() -> None:

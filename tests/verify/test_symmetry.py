@@ -111,13 +111,6 @@ def test_random_programs(seed: int) -> None:
     assert 3 < sum(met) < len(met)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_random_programs_20000(seed: int) -> None:
-    met = [compared(one).symmetry is not None for one in random_programs(seed, 20_000, 20_000)]
-    assert 200 < sum(met) < len(met)
-
-
 def mutants(program: Program, rng: random.Random, count: int) -> Iterator[Program]:
     """The Program without one of its ops."""
     places = [i for i, op in enumerate(program.ops) if not op.declares()]
@@ -136,20 +129,6 @@ def test_schedules_and_their_mutants(kind: str, seed: int) -> None:
         for mutant in mutants(program, rng, 3):
             unsound += not compared([mutant]).sound
     assert unsound
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("world", range(2, 9))
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_schedules_and_all_mutants(kind: str, world: int, seed: int) -> None:
-    rng = random.Random(seed)
-    for name, strategy in STRATEGIES.items():
-        pipeline = f"find_sites,decompose{{{strategy}}},schedule,plan_memory,insert_sync"
-        program = run_pipeline(KINDS[kind](world, "even", "f32", 0, 8).program, pipeline)
-        assert compared([program]).num_visited == 1, f"{name}\n{program}"
-        for mutant in mutants(program, rng, len(program.ops)):
-            compared([mutant])
 
 
 def goldens() -> list[Path]:

@@ -21,7 +21,42 @@ from interlace.ir import Program, parse, parse_set, validate
 from interlace.verify import Report, check
 
 PARTS = re.split(r"^=== ([\w-]+): (.*)\n", (GOLDEN / "rules.txt").read_text(), flags=re.MULTILINE)
-RULES = {name: (kind, text) for kind, name, text in zip(*[iter(PARTS[1:])] * 3, strict=True)}
+TWO_RANKS = """def a(tp: Team[[0, 1]], x: f32[4], y: out[f32[4]]):
+    ranks(0)
+    full = alloc(f32[4], symmetric=tp)
+    t = alloc(f32[8])
+    u = alloc(f32[8])
+    main: call("aten.zeros.out", (8,), out=t)
+{0}    main: copy(full, y)
+    main: free(full)
+
+
+def b(tp: Team[[0, 1]], x: f32[4], y: out[f32[4]]):
+    ranks(1)
+    full = alloc(f32[4], symmetric=tp)
+    t = alloc(f32[8])
+    u = alloc(f32[8])
+    main: call("aten.zeros.out", (8,), out=t)
+    main: put(x, full, peer=0)
+{1}    main: copy(x, y)
+    main: free(full)
+"""
+"""Rank 1 puts into the slot that rank 0 reads: sound where what is between orders the two."""
+
+
+def written_out(text: str) -> str:
+    """The schedules of a rule that gives only what is between the put and the read."""
+    ops = r"((?:    .*\n)*)"
+    match = re.match(f"both ranks\n{ops}|rank 0\n{ops}rank 1\n{ops}", text)
+    if match is None:
+        return text
+    both, *each = match.groups()
+    return TWO_RANKS.format(*(each if both is None else (both, both)))
+
+
+RULES = {
+    name: (kind, written_out(text)) for kind, name, text in zip(*[iter(PARTS[1:])] * 3, strict=True)
+}
 
 
 def parsed(text: str) -> list[Program]:
@@ -157,8 +192,8 @@ def p(tp: Team[8], x: f32[4], y: out[f32[2]]):
 
 
 def test_a_hint_says_that_there_is_nothing_to_choose_from() -> None:
-    with pytest.raises(ProgramError, match="events recorded so far are: none"):
-        parsed("def p(tp: Team[2]):\n    main: wait(e)\n")
+    with pytest.raises(ProgramError, match="tables are: none"):
+        parsed("def p(tp: Team[2], x: f32[4]):\n    main: all_gather(x, x, splits=rows, team=tp)\n")
 
 
 def test_of_a_storm_of_faults_few_fixes_are_proved() -> None:
@@ -206,9 +241,3 @@ def try_texts(seed: int, count: int) -> None:
 
 def test_a_damaged_file_gives_a_typed_error_or_a_verdict(seed: int) -> None:
     try_texts(seed, 300)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-def test_100_000_damaged_files(seed: int) -> None:
-    try_texts(seed, 100_000)

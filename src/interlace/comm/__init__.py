@@ -16,7 +16,7 @@ from interlace.comm.backends import limit_s
 from interlace.comm.between_hosts import Contacts, HostsControl
 from interlace.comm.collectives import Spec, bind_collective
 from interlace.comm.control import Control
-from interlace.comm.host.messages import OwnMessage, OwnTransfer, Transfer, exchange
+from interlace.comm.host.messages import Mailbox, Transfer, exchange
 from interlace.comm.host.peer_collectives import bind_peer_collective, staged_nbytes
 from interlace.comm.host.registered import Registered, share_on_host
 from interlace.comm.host.shared_memory import Segment
@@ -28,7 +28,6 @@ from interlace.comm.resets import num_resets
 from interlace.comm.teams import (
     TeamComm,
     attending,
-    known_teams,
     release_teams,
     team_of,
 )

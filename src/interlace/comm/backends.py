@@ -25,7 +25,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,24 @@ if TYPE_CHECKING:
     from interlace.comm.teams import TeamComm
 
 Key = tuple[str, str]
+T = TypeVar("T")
+
+
+class Backend(Protocol):
+    """A backend of torch.distributed, such as `ProcessGroupGloo`, as far as the host uses it."""
+
+    def name(self) -> str: ...
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> dist.Work: ...
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> dist.Work: ...
+
+    def barrier(self) -> dist.Work: ...
+
 
 _CLASSES = {"gloo": "Gloo", "nccl": "NCCL", "ucc": "UCC"}
 MARGIN_S = 300.0
@@ -100,7 +118,7 @@ def connect(
     whose: str,
     look: Callable[[], object] = lambda: None,
     ended: Callable[[], Collection[int]] = tuple,
-) -> Any:
+) -> Backend:
     """A new backend, which all its members make together. `look` raises where one of them has given
     up, `ended` tells whose processes are gone, `whose` is for messages."""
     cls: Any = getattr(c10d, f"ProcessGroup{_CLASSES[name]}")
@@ -115,11 +133,11 @@ def connect(
 
 
 def await_ranks(
-    call: Errand,
+    call: Errand[T],
     timeout_s: float,
     ended: Callable[[], Collection[int]],
     look: Callable[[], object],
-) -> Any:
+) -> T:
     """The result of a call in which the ranks of a backend meet. Raises what it or `look` raises;
     `TimeoutError` where not all come in time, or the process of one has ended."""
     patience = Patience(timeout_s)
@@ -143,7 +161,7 @@ def await_ranks(
     return call.result()
 
 
-def cut(backend: Any) -> None:
+def cut(backend: Backend) -> None:
     """Ends what a gloo backend has under way, on all ranks: an op that is late at once does."""
     if backend.name() == "gloo" and backend.size() > 1:
         word, peer = torch.empty(1, dtype=torch.uint8), (backend.rank() + 1) % backend.size()
@@ -160,7 +178,7 @@ def _within(store: dist.Store, timeout_s: float) -> dist.Store:
     return own
 
 
-def apart(store: Any, limit_s: float) -> Any:
+def apart(store: dist.Store, limit_s: float) -> dist.Store:
     """The same store by a connection of its own, where it can be cloned: a thread that waits in
     another keeps it from all others. Of a server that is gone it is the store itself, which says
     so: to connect to it anew takes as long as torch's own time-out, also for a process that has no
@@ -168,8 +186,9 @@ def apart(store: Any, limit_s: float) -> Any:
     stopped, or looks up names for longer."""
     if not can_open(SOCKET_FILES):
         return store
-    call, patience = Errand(lambda: store.clone()), Patience(limit_s)
-    asked: Errand | None = None
+    call = Errand(lambda: store.clone())  # pyright: ignore  # its stub has none
+    patience = Patience(limit_s)
+    asked: Errand[bool] | None = None
     while not call.is_back(LOOK_S):
         asked = asked or Errand(lambda: store.check(["interlace"]))
         if asked.failed:
@@ -182,7 +201,7 @@ def apart(store: Any, limit_s: float) -> Any:
         return store
 
 
-def end(made: list[Any], timeout_s: float, whose: str) -> None:
+def end(made: list[Backend], timeout_s: float, whose: str) -> None:
     """Ends what was made, and forgets it (Note [Aborts] in nccl.py), or raises `TeamError`."""
     left = [backend for backend in made if backend.name() == "nccl"]
     if left:
@@ -203,14 +222,14 @@ class Connections:
         self, team: TeamComm, group: weakref.ref[dist.ProcessGroup], store: dist.Store
     ) -> None:
         self._team, self._group, self._store = team, group, store
-        self._kept: dict[Key, Any] = {}
-        self.made: list[Any] = []
+        self._kept: dict[Key, Backend] = {}
+        self.made: list[Backend] = []
 
     @property
     def whose(self) -> str:
         return f"team {self._team.name} on rank {self._team.rank}"
 
-    def users(self, device: str) -> Any:
+    def users(self, device: str) -> Backend | None:
         """The backend that the user's group has for a device, if any."""
         group = self._group()
         if group is None:
@@ -236,7 +255,7 @@ class Connections:
 
     def get(
         self, name: str, device: str, on: torch.device | None, where: str, timeout_s: float
-    ) -> Any:
+    ) -> Backend:
         """The backend; `where` its ranks meet to connect it, NCCL's with their devices `on`."""
         key = (name, device)
         if key not in self._kept:
@@ -267,7 +286,7 @@ class Connections:
     def _mark(self, key: Key) -> str:
         return f"{self._team.key}/{'/'.join(key)}/spent"
 
-    def _connect(self, key: Key, on: torch.device | None, where: str, timeout_s: float) -> Any:
+    def _connect(self, key: Key, on: torch.device | None, where: str, timeout_s: float) -> Backend:
         """The user's backend or a new one, once all ranks have it: see the Note above."""
         (name, device), team, board = key, self._team, self._team.board
         topic = f"{team.topic or team.key}/{name}/{device}"
@@ -277,7 +296,7 @@ class Connections:
         serves = serves and name == "nccl" and not team.apart
         users = self.users(device) if serves and first == where else None
         theirs = users is not None and users.name() == name
-        backend: Any = users if theirs else None
+        backend = users if theirs else None
         joined = False
 
         def look() -> None:

@@ -3,13 +3,12 @@
     control = HostsControl("dp", ranks, me, hosts, board, topic, lambda: gloo, family)
     control.enter(tag, "forward")
     control.begin(Contacts(sources=(1,)))   # tells nobody, and will hear rank 1 of the team
-    control.meet(1, wait)                   # rank 1 is in the same run of the same Program
+    control.meet_all(wait)                  # rank 1 is in the same run of the same Program
 
 Note [Between hosts]
-    Runs go by gloo or NCCL. Before a rank takes data of another in a run, it hears from it, in 16
-    bytes by gloo, which Program that one runs, so that none takes the data of another Program: who
-    sends messages posts that where it enters the run, and members of a team with collectives gather
-    it before the first. No store is asked. On GPUs the host waits for it before it issues a run.
+    Runs go by gloo or NCCL. As a run begins, a rank hears from all whose data it takes in it, in 16
+    bytes by gloo, which Program they run, so that none takes the data of another Program: members
+    of a team with collectives gather that, and who sends messages posts it. No store is asked.
 
     A rank that fails leaves its block in the store and cuts its connections; gloo then raises on
     its peers, which find in the store what was behind it. Who waits longer looks there too, a few
@@ -24,17 +23,16 @@ from __future__ import annotations
 
 import contextlib
 import struct
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from interlace.comm.backends import cut
+from interlace.comm.backends import Backend, cut
 from interlace.comm.collectives import Spec, bind_collective
 from interlace.comm.control import (
     ATTENDS,
@@ -48,7 +46,7 @@ from interlace.comm.control import (
     Control,
 )
 from interlace.comm.host.signals import BoundedWait
-from interlace.comm.rendezvous.board import Board
+from interlace.comm.rendezvous.board import Board, Note
 from interlace.comm.rendezvous.liveness import PeerProcess, default_gloo, refuses
 from interlace.comm.rendezvous.patience import Errand
 from interlace.errors import AgreementError, InterlaceError, PeerError
@@ -99,7 +97,7 @@ class HostsControl(Control):
         hosts: Sequence[str],
         board: Board,
         topic: str,
-        gloo: Callable[[], Any],
+        gloo: Callable[[], Backend],
         family: Callable[[], Sequence[HostsControl]],
     ) -> None:
         """`board` is this object's own, since it waits for the store for `STORE_S` only. `gloo`
@@ -116,23 +114,20 @@ class HostsControl(Control):
         """True if the store did not answer when it was last asked."""
         self._last = [0] * len(ranks)
         """When each rank left the note that was read last, by its own clock."""
-        self._asked, self._question = float("-inf"), 0
-        """When this rank asked where the others are, and the number of that question;"""
-        self._answered = [0] * len(ranks)
-        """of each rank the question that was answered last;"""
+        self._asked, self._questions = float("-inf"), 0
+        """When this rank asked where the others are, and how often any did, as it saw last;"""
         self._heard: set[int] = set()
         """who has answered since this rank asked."""
-        self._given: dict[int, deque[tuple[torch.Tensor, Any]]] = {}
+        self._given: dict[int, deque[tuple[torch.Tensor, dist.Work]]] = {}
         """Heads that peers may not have taken yet,"""
-        self._posted: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._posted: dict[int, tuple[torch.Tensor, dist.Work]] = {}
         """and those of peers that this rank waits for in this run."""
         self._gathers, self._told_of = False, 0
-        """True until this run's first collective, if any; the run that peers were last told of."""
-        self._turns = {member: threading.Lock() for member in range(len(ranks))}
+        """True if the run that begins has collectives; the run that peers were last told of."""
 
     def begin(self, contacts: Contacts) -> None:
         """Once this rank has entered a run: tells those that take its messages which Program it
-        runs, and will hear that of those whose it takes."""
+        runs. `meet_all` hears that of those whose it takes."""
         self._gathers = contacts.gathers
         if not (contacts.sources or contacts.targets):
             return
@@ -141,7 +136,7 @@ class HostsControl(Control):
         except RuntimeError as error:  # a connection is closed
             raise self._cause(error) from error
 
-    def _post(self, gloo: Any, contacts: Contacts) -> None:
+    def _post(self, gloo: Backend, contacts: Contacts) -> None:
         for peer in contacts.targets:
             given = torch.frombuffer(bytearray(self._head()), dtype=torch.uint8)
             sent = self._given.setdefault(peer, deque())
@@ -152,17 +147,16 @@ class HostsControl(Control):
             room = torch.empty(HEAD.size, dtype=torch.uint8)
             self._posted[peer] = room, gloo.recv([room], peer, HEAD_TAG)
 
-    def meet(self, peer: int, wait: BoundedWait) -> None:
-        """Before this rank takes a message: the peer is in this run, of the same Program."""
-        if peer not in self._posted:
-            return
-        with self._turns[peer]:
-            if peer not in self._posted:
-                return
+    def meet_all(self, wait: BoundedWait) -> None:
+        """Returns once all whose data this rank takes in this run run the same Program."""
+        if self._gathers:
+            self._gather(wait)
+        while self._posted:
+            peer = next(iter(self._posted))
             room, work = self._posted[peer]
             call, gloo = Errand(work.wait), self._gloo()
             try:
-                self._watching(wait).result_of(call, lambda: self.where([peer]))
+                self._watching(wait).result_of(call, lambda peer=peer: self.where([peer]))
             except RuntimeError as error:
                 raise self._cause(error) from error
             except BaseException:
@@ -171,21 +165,11 @@ class HostsControl(Control):
             self._see(peer, *HEAD.unpack(bytes(room.tolist())))
             del self._posted[peer]
 
-    def reach(self, backend: int, count: int, wait: BoundedWait) -> None:
-        """Before the first collective of a run: all ranks are in it, of the same Program. Of the
-        others gloo's own collective is the rendezvous."""
-        if not self._gathers:
-            return
-        with self._turns[self.me]:
-            if self._gathers:
-                self._gather(wait)
-                self._gathers = False
+    def meet(self, peer: int, wait: BoundedWait) -> None:
+        """Nothing: they met as the run began."""
 
-    def meet_all(self, wait: BoundedWait) -> None:
-        """Hears from all that it has not heard from in this run."""
-        self.reach(0, 1, wait)
-        for peer in [*self._posted]:
-            self.meet(peer, wait)
+    def reach(self, backend: int, count: int, wait: BoundedWait) -> None:
+        """Nothing: gloo's own collective is the rendezvous."""
 
     def _gather(self, wait: BoundedWait) -> None:
         gloo, size = self._gloo(), len(self.ranks)
@@ -342,8 +326,8 @@ class HostsControl(Control):
         for control in due:
             control._heard.clear()
             control._asked = time.monotonic()
-            control._question = time.monotonic_ns()
-            control._publish()
+            with contextlib.suppress(InterlaceError):
+                control._board.count(f"{control._topic}/asked")
         deadline = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline and any(
             len(control._heard) < len(control._peers) for control in due
@@ -374,11 +358,9 @@ class HostsControl(Control):
         return f"{host} {super()._stand(member)}"
 
     def _publish(self) -> None:
-        """Leaves this rank's block in the store, for who looks, with its question while it waits
-        for answers."""
+        """Leaves this rank's block in the store, for who looks."""
         cells = [[at, cell] for at, cell in enumerate(self._mine) if cell]
-        asks = self._question if time.monotonic() < self._asked + ANSWER_S else 0
-        note = {"cells": cells, "asks": asks, "now": time.monotonic_ns()}
+        note = {"cells": cells, "now": time.monotonic_ns()}
         with contextlib.suppress(InterlaceError):
             self._board.post(f"{self._topic}/{self.me}", note)
             self._board.count(f"{self._topic}/said")
@@ -387,27 +369,28 @@ class HostsControl(Control):
         """Reads what ranks left in the store since the last look, and answers those that ask."""
         if not now and time.monotonic() < self._next_look:
             return
-        self._next_look, asked, self._lost = time.monotonic() + LOOK_EVERY_S, False, True
+        self._next_look, self._lost = time.monotonic() + LOOK_EVERY_S, True
         with contextlib.suppress(InterlaceError):
-            said: Any = self._board.read(f"{self._topic}/said")
+            topics = [f"{self._topic}/{what}" for what in ("asked", "said")]
+            counts = self._board.read_all(topics)
             self._lost = False
-            if said is None or said == self._said:
+            asked, said = (int(count or 0) for count in counts)  # pyright: ignore  # no notes
+            if asked != self._questions:
+                self._questions = asked
+                self._publish()
+            if said == self._said:
                 return
             for peer, _ in self._peers:
                 note = self._board.read(f"{self._topic}/{peer}")
                 if note is None or note["now"] == self._last[peer]:
                     continue
                 self._cells[peer], self._last[peer] = _block(note), note["now"]
-                if note["asks"] not in (0, self._answered[peer]):
-                    self._answered[peer], asked = note["asks"], True
                 if self._cells[peer][ENTERED] >= self._mine[ENTERED]:
                     self._heard.add(peer)
             self._said = said
-        if asked:
-            self._publish()
 
 
-def _block(note: dict[str, Any]) -> memoryview:
+def _block(note: Note) -> memoryview:
     """A rank's block as it left it, its times by this host's clock."""
     cells, ahead = blank(), time.monotonic_ns() - note["now"]
     for at, cell in note["cells"]:

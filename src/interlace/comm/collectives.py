@@ -33,6 +33,8 @@ from interlace.errors import UnsupportedError
 c10d: Any = distributed_c10d
 
 Run = Callable[[torch.Tensor | None, torch.Tensor | None, BoundedWait], None]
+Moves = Callable[[torch.Tensor, torch.Tensor, BoundedWait], None]
+"""A `Run` whose tensors are there where its kind says so, which a Program keeps to."""
 
 _OPS = {"sum": "SUM", "avg": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
 _TYPES = {
@@ -73,6 +75,10 @@ def split(flat: torch.Tensor, parts: tuple[int, ...]) -> list[torch.Tensor]:
     return list(flat.split(list(parts)))
 
 
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1)
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as flat bytes of the same memory."""
     return tensor.reshape(-1).view(torch.uint8)
@@ -89,7 +95,7 @@ def bind_collective(backend: Any, spec: Spec, timeout_s: float) -> Run:
     if spec.kind != "barrier" and sum(spec.parts) == 0:
         return lambda src, dst, wait: None  # the rendezvous before it was all
     margin = MARGIN_S if backend.name() == "gloo" else 0.0  # Note [Whose time-out] in backends.py
-    run = _Binder(backend, spec, timedelta(seconds=timeout_s + margin)).bind()
+    run: Any = _Binder(backend, spec, timedelta(seconds=timeout_s + margin)).bind()
     return _apart(run) if backend.name() == "ucc" else run
 
 
@@ -109,12 +115,12 @@ class _Binder:
     def __init__(self, backend: Any, spec: Spec, limit: timedelta) -> None:
         self.backend, self.spec, self.limit = backend, spec, limit
         plain = backend.name() == "nccl" and spec.dtype in _TYPES
-        self.moved: Callable[[Any], Any] = (lambda x: x) if plain else as_bytes
+        self.moved: Callable[[torch.Tensor], torch.Tensor] = (lambda x: x) if plain else as_bytes
         """A contiguous tensor as the backend moves it,"""
-        self.flat: Callable[[Any], Any] = (lambda x: x) if plain else (lambda x: x.reshape(-1))
+        self.flat = (lambda x: x) if plain else flattened
         """and as it reduces it: NCCL minds no shapes, and a view costs a microsecond."""
 
-    def options(self, cls: Any, **fields: Any) -> Any:
+    def options(self, cls: Callable[[], Any], **fields: object) -> object:
         options = cls()
         options.timeout = self.limit
         if hasattr(options, "asyncOp"):
@@ -123,12 +129,12 @@ class _Binder:
             setattr(options, name, value)
         return options
 
-    def reduction(self, cls: Any, **fields: Any) -> Any:
+    def reduction(self, cls: Callable[[], Any], **fields: object) -> object:
         """Options with the reduction; an average is a sum, divided afterwards."""
         op = getattr(c10d.ReduceOp, _OPS[self.spec.reduce or "sum"])
         return self.options(cls, reduceOp=op, **fields)
 
-    def bind(self) -> Run:
+    def bind(self) -> Moves:
         spec, gloo = self.spec, self.backend.name() == "gloo"
         match spec.kind:
             case "all_gather":
@@ -150,14 +156,14 @@ class _Binder:
         rooted = spec.kind == "reduce" and spec.me != spec.root
         return run if spec.reduce != "avg" or rooted else self.averaged(run)
 
-    def averaged(self, run: Run) -> Run:
-        def averaged(src: Any, dst: Any, wait: BoundedWait) -> None:
+    def averaged(self, run: Moves) -> Moves:
+        def averaged(src: torch.Tensor, dst: torch.Tensor, wait: BoundedWait) -> None:
             run(src, dst, wait)
             dst.div_(self.spec.size)
 
         return averaged
 
-    def barrier(self) -> Run:
+    def barrier(self) -> Moves:
         """NCCL has none. torch's is a sum on a GPU that it guesses, for which the host waits."""
         backend = self.backend
         if backend.name() != "nccl":
@@ -167,20 +173,20 @@ class _Binder:
         word = [torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))]
         return lambda src, dst, wait: wait.finish(backend.allreduce(word, options))
 
-    def all_gather(self) -> Run:
+    def all_gather(self) -> Moves:
         backend, options = self.backend, self.options(c10d.AllgatherOptions)
         moved = self.moved
         return lambda src, dst, wait: wait.finish(
             backend._allgather_base(moved(dst), moved(src), options)
         )
 
-    def uneven_all_gather(self) -> Run:
+    def uneven_all_gather(self) -> Moves:
         """Every rank broadcasts its part, since gloo's own takes even parts only."""
         backend, spec = self.backend, self.spec
         sources = [rank for rank in range(spec.size) if spec.parts[rank]]
         options = [self.options(c10d.BroadcastOptions, rootRank=rank) for rank in sources]
 
-        def run(src: Any, dst: Any, wait: BoundedWait) -> None:
+        def run(src: torch.Tensor, dst: torch.Tensor, wait: BoundedWait) -> None:
             parts = split(dst.reshape(-1), spec.parts)
             parts[spec.me].copy_(src.reshape(-1))
             works = [
@@ -192,31 +198,31 @@ class _Binder:
 
         return run
 
-    def reduce_scatter(self) -> Run:
+    def reduce_scatter(self) -> Moves:
         backend, options = self.backend, self.reduction(c10d.ReduceScatterOptions)
         flat = self.flat
         return lambda src, dst, wait: wait.finish(
             backend._reduce_scatter_base(flat(dst), flat(src), options)
         )
 
-    def reduce_and_split(self) -> Run:
+    def reduce_and_split(self) -> Moves:
         """Reduces everything and keeps the own part: the even form's algorithms need even parts,
         and gloo's does the same in a `Work` whose waits no time-out ends."""
         backend, spec = self.backend, self.spec
         options = self.reduction(c10d.AllreduceOptions)
 
-        def run(src: Any, dst: Any, wait: BoundedWait) -> None:
+        def run(src: torch.Tensor, dst: torch.Tensor, wait: BoundedWait) -> None:
             whole = src.reshape(-1).clone()
             wait.finish(backend.allreduce([whole], options))
             dst.reshape(-1).copy_(split(whole, spec.parts)[spec.me])
 
         return run
 
-    def all_reduce(self) -> Run:
+    def all_reduce(self) -> Moves:
         backend, options = self.backend, self.reduction(c10d.AllreduceOptions)
         flat = self.flat
 
-        def run(src: Any, dst: Any, wait: BoundedWait) -> None:
+        def run(src: torch.Tensor, dst: torch.Tensor, wait: BoundedWait) -> None:
             into = flat(dst)
             if src is not None and src.data_ptr() != into.data_ptr():
                 into.copy_(flat(src))
@@ -224,11 +230,11 @@ class _Binder:
 
         return run
 
-    def broadcast(self) -> Run:
+    def broadcast(self) -> Moves:
         backend, spec = self.backend, self.spec
         options = self.options(c10d.BroadcastOptions, rootRank=spec.root)
 
-        def run(src: Any, dst: Any, wait: BoundedWait) -> None:
+        def run(src: torch.Tensor, dst: torch.Tensor, wait: BoundedWait) -> None:
             place: torch.Tensor = src if dst is None else dst
             if spec.me == spec.root and dst is not None and src is not None:
                 dst.reshape(-1).copy_(src.reshape(-1))
@@ -236,12 +242,12 @@ class _Binder:
 
         return run
 
-    def reduce(self) -> Run:
+    def reduce(self) -> Moves:
         """Works in a copy off the root: gloo leaves partial sums in what it is given."""
         backend, spec = self.backend, self.spec
         options = self.reduction(c10d.ReduceOptions, rootRank=spec.root)
 
-        def run(src: Any, dst: Any, wait: BoundedWait) -> None:
+        def run(src: torch.Tensor, dst: torch.Tensor, wait: BoundedWait) -> None:
             scratch = src.reshape(-1).clone()
             wait.finish(backend.reduce([scratch], options))
             if spec.me == spec.root:
@@ -249,7 +255,7 @@ class _Binder:
 
         return run
 
-    def exchange(self) -> Run:
+    def exchange(self) -> Moves:
         """Gather, scatter and all-to-all, each as bytes that go from every rank to every rank."""
         backend, spec = self.backend, self.spec
         parts = [part * spec.dtype.itemsize for part in spec.parts]
@@ -263,7 +269,7 @@ class _Binder:
         }[spec.kind]
         options = self.options(c10d.AllToAllOptions)
 
-        def run(src: Any, dst: Any, wait: BoundedWait) -> None:
+        def run(src: torch.Tensor, dst: torch.Tensor, wait: BoundedWait) -> None:
             device = next(tensor.device for tensor in (src, dst) if tensor is not None)
             into = as_bytes(dst) if sum(taken) else nothing(device)
             out = as_bytes(src) if sum(given) else nothing(device)

@@ -14,8 +14,11 @@ import torch.distributed as dist
 from interlace.comm.backends import apart, limit_s
 from interlace.comm.rendezvous.board import Board
 from interlace.comm.rendezvous.liveness import moment
-from interlace.comm.teams import ResetCount, TeamComm, count_key, counts, live_teams
+from interlace.comm.teams import TeamComm, counts, key_of, live_teams, reset_topic
 from interlace.torch_private import default_store, process_groups
+
+unfinished: set[str] = set()
+"""Groups whose reset was told by a call that then failed: the next call is the same reset."""
 
 
 def reset_teams(timeout_s: float | None = None) -> None:
@@ -27,38 +30,32 @@ def reset_teams(timeout_s: float | None = None) -> None:
     """
     limit, teams = limit_s(timeout_s), live_teams()
     set_up = [team for team in teams if team.is_set_up]
-    whole = {team.group_name for team in set_up}
-    early = [group for group in _groups() if group.group_name not in whole]
-    begun = [counts.setdefault(count_key(group), ResetCount()) for group in early]
-    forget_unset({g.group_name for g, c in zip(early, begun, strict=True) if not c.unfinished})
-    for count in begun:
-        count.begin()
+    whole = {team.key for team in set_up}
+    early = [key for key in map(key_of, _groups()) if key not in whole | unfinished]
+    forget_unset(early)
     if early:
         # Of no others: the reset of a team that is set up is collective, and may be tried again.
-        told = {count_key(g): count.number for g, count in zip(early, begun, strict=True)}
-        store = apart(default_store(), limit)
-        board = Board(store, (), dist.get_rank(), limit_s=limit)
-        heard = [count.heard for count in counts.values()]
-        heard += [team.control.resetting() for team in set_up]
+        board = Board(apart(default_store(), limit), (), dist.get_rank(), limit_s=limit)
+        heard = [team.control.resetting() for team in set_up]
         first = next((rank for rank in heard if rank is not None), board.rank)
-        board.post(f"resets/{board.rank}", {"groups": told, "first": first, **moment()})
+        for key in early:
+            board.first(reset_topic(key), {"first": first, **moment()})
+            counts[key] += 1
+            unfinished.add(key)
     reset_in_turn(set_up, limit, renew=False)
-    for count in begun:
-        count.unfinished = False
-    for count in counts.values():
-        count.heard = None
+    unfinished.clear()
 
 
-def forget_unset(groups: Collection[str]) -> None:
+def forget_unset(keys: Collection[str]) -> None:
     """Forgets the teams of these groups that are not set up."""
     for team in live_teams():
-        if team.group_name in groups and not team.is_set_up:
+        if team.key in keys and not team.is_set_up:
             team.forget()
 
 
 def num_resets() -> int:
     """Number of resets of process groups that this rank called."""
-    return sum([count.number for count in list(counts.values())])
+    return sum(list(counts.values()))
 
 
 def _groups() -> list[dist.ProcessGroup]:
@@ -77,7 +74,7 @@ def reset_in_turn(teams: Sequence[TeamComm], timeout_s: float, renew: bool = Tru
             team.begin_reset(timeout_s)
         for team in teams:
             team.reset(timeout_s, renew)
-        forget_unset({team.group_name for team in teams})
+        forget_unset({team.key for team in teams})
     except BaseException as error:
         for team in teams:
             if team.is_set_up:

@@ -15,12 +15,13 @@ Note [One queue per team]
 Note [Resets before a set-up]
     A rank that calls reset() before a team of it is set up has no block in which its peers would
     see that, and may have left out a step that they are in. So each rank counts the resets of a
-    process group, known by its name and ranks, tells the count in the store, and forgets what teams
-    there are that are not set up. Processes greet one another under this number: ranks that were
-    reset as often meet, and one that was reset less often hears, in whatever meeting it waits or
-    comes to, that it must call reset() too. Nobody is waited for. Where a team is set up, its reset
-    is collective and the ranks agree on the count; but a rank that was interrupted as the last one
-    set up tells its own in the store, and its peers, in their reset(), forget their team as well.
+    process group, known by its name and ranks. The first that calls one leaves a note under its
+    number in the store, and each forgets what teams there are that are not set up. Processes greet
+    one another under this number: ranks that were reset as often meet, and one that was reset less
+    often finds the note, in whatever meeting it waits or comes to, and must call reset() too.
+    Nobody is waited for. Where a team is set up, its reset is collective and the ranks agree on the
+    count; but a rank that was interrupted as the last one set up leaves a note, and its peers, in
+    their reset(), forget their team as well.
 
 Note [Forked processes]
     A process that was forked from a rank has that rank's shared memory, and its connections to the
@@ -37,20 +38,20 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
-from interlace.comm.backends import Connections, apart
+from interlace.comm.backends import Backend, Connections, apart
 from interlace.comm.between_hosts import STORE_S as SHORT_S
 from interlace.comm.between_hosts import HostsControl
 from interlace.comm.control import NBYTES, Control, called_reset
 from interlace.comm.host.shared_memory import default_folder, share
 from interlace.comm.host.slots import SlotPool
-from interlace.comm.rendezvous.board import LOOK_EVERY_S, STORE_S, Board, Note, Party, meet, named
+from interlace.comm.rendezvous.board import LOOK_EVERY_S, STORE_S, Board, Party, meet, named
 from interlace.comm.rendezvous.liveness import PeerProcess, boot_id, precedes
 from interlace.errors import BackendError, InterlaceError, TeamError
 from interlace.torch_private import default_store, is_process_group, process_groups
@@ -65,22 +66,6 @@ def host() -> str:
     """The name of this host and what tells it from others; containers of one machine that have
     shared memory of their own are hosts of their own."""
     return f"{socket.gethostname()}/{boot_id()}/{os.stat(default_folder()).st_dev}"
-
-
-@dataclass(slots=True)
-class ResetCount:
-    """The resets of a process group that this rank called: Note [Resets before a set-up]."""
-
-    number: int = 0
-    unfinished: bool = False
-    """True if the last one failed: the next call is the same reset."""
-    heard: int | None = None
-    """The rank that called reset() first, as another told."""
-
-    def begin(self) -> None:
-        """A reset begins."""
-        self.number += not self.unfinished
-        self.unfinished = True
 
 
 class User(Protocol):
@@ -110,11 +95,8 @@ class TeamComm:
         """The round of the last reset: Note [All or none] in board.py."""
         self.num_prepared = 0
         """The round in which the last Program was prepared."""
-        self.group_name = group.group_name
-        self.key = f"{group.group_name}/{'-'.join(map(str, self.ranks))}"
-        self.count_key = count_key(group)
-        self.count = counts.setdefault(self.count_key, ResetCount())
-        self.party = Party(f"{self.key}/greeting/{self.count.number}", self.ranks, host())
+        self.key = key_of(group)
+        self.party = Party(f"{self.key}/greeting/{counts[self.key]}", self.ranks, host())
         self._next_look, self._in_reset = 0.0, False
         own = weakref.WeakMethod(self.hear_resets)
         self.board.look = lambda: (hear := own()) and hear()
@@ -190,14 +172,17 @@ class TeamComm:
     def is_set_up(self) -> bool:
         return self._control is not None
 
+    @property
+    def shares_memory(self) -> bool:
+        """True if it is set up, within one host."""
+        return self._control is not None and not isinstance(self._control, HostsControl)
+
     def is_as_of(self, resets: int, control: Control) -> bool:
         """True if it was neither reset nor released since then, and no rank of it has stopped."""
         return self.resets == resets and self._control is control and control.quiet()
 
     def found(self) -> None:
         """Its processes have met: from now on its notes have a place."""
-        if self.apart:
-            self.board.hosts = dict(zip(self.ranks, self._names(), strict=True))
         self.topic = f"{self.key}/{self.party.name}"
         self.slots.topic = f"{self.topic}/slots"
 
@@ -232,47 +217,21 @@ class TeamComm:
         self.control.fail(error)
         self.board.leave_word(error)
 
-    def consult(self, what: str, note: Note, timeout_s: float) -> list[Note]:
-        """Exchanges notes, to agree on `what`, and returns those of all ranks of the team; tells
-        peers that wait for this rank in a run of any team of these ranks."""
-        meet([self], repr(what), timeout_s)
-        self.board.announce()
-        place, over = self.board.next_round(f"{self.topic}/{what}")
-        over = over if self.me == 0 else []
-        with attending((team, place) for team in known_teams([self.ranks])) as look:
-            return self.board.exchange(place, note, timeout_s, look, over)
-
     def hear_resets(self) -> None:
         """Raises where a peer called reset() that this rank has not called; asks the store a few
         times a second."""
-        control = self._control
-        in_reset = self._in_reset
-        if control is not None and not in_reset and (first := control.resetting()) is not None:
+        control = None if self._in_reset else self._control
+        if control is not None and (first := control.resetting()) is not None:
             raise called_reset(first)
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_EVERY_S
-            if (first := self._ahead(self.count.number + (not in_reset))) is not None:
-                self.count.heard = first
+            if (first := self._ahead()) is not None:
                 raise called_reset(first)
 
-    def _ahead(self, number: int) -> int | None:
-        """The first rank that was reset that often before its team was set up."""
-        peers = [rank for rank in self.ranks if rank != self.rank]
-        notes = self.board.read_all(f"resets/{rank}" for rank in peers)
-        for note in notes:
-            known = {} if note is None or precedes(note) else note["groups"]
-            if note is not None and known.get(self.count_key, -1) >= number:
-                return note["first"]
-        return None
-
-    def exchange(self, number: int, what: str, timeout_s: float) -> tuple[int, ...]:
-        """The numbers that all ranks tell of `what`, by shared memory where there is some."""
-        control = self._control
-        if control is None or isinstance(control, HostsControl):
-            notes = self.consult("ask for numbers", {"number": number, "what": what}, timeout_s)
-            return tuple(note["number"] for note in notes)
-        with self.lock:
-            return control.exchange(number, timeout_s, what)
+    def _ahead(self) -> int | None:
+        """The rank that called the next reset first, where its team was not set up."""
+        note = self.board.read(reset_topic(self.key))
+        return None if note is None or precedes(note) else note["first"]
 
     @contextlib.contextmanager
     def attending(self, meeting: str) -> Iterator[Callable[[], None]]:
@@ -297,7 +256,7 @@ class TeamComm:
         finally:
             control.attend("")
 
-    def backend(self, name: str | None, device: str, timeout_s: float) -> Any:
+    def backend(self, name: str | None, device: str, timeout_s: float) -> Backend:
         """The torch backend of that name (or as the group's own) for tensors on `device`; the
         user's NCCL where it has one. The first time, all ranks ask for it together."""
         on = None if self._cuda is None else self._cuda.device
@@ -347,10 +306,8 @@ class TeamComm:
                 self._cuda.drain(timeout_s)
             for user in list(self._users):
                 user.leave()  # they are bound anew before their next run
-            count = self.count
-            count.begin()
             mine = {"run": self.control.run, "renew": renew or self.control.failed}
-            mine["count"] = count.number
+            mine["resets"] = counts[self.key]
             before = self.resets
             self.resets = self.board.round(f"{self.topic}/reset", before)  # runs of before are past
             topic = f"{self.topic}/reset/{self.resets}"
@@ -361,13 +318,13 @@ class TeamComm:
                     self._connections.end(timeout_s)
             except BaseException as error:
                 self.resets = before
-                if isinstance(error, InterlaceError) and self._ahead(self.count.number) is not None:
-                    count.unfinished = False
+                if isinstance(error, InterlaceError) and self._ahead() is not None:
+                    counts[self.key] += 1
                     return self.forget()  # that rank was interrupted as it set up this team
                 self.control.give_up_reset(error)
                 raise
             try:
-                count.number = max(note["count"] for note in told)
+                counts[self.key] = 1 + max(note["resets"] for note in told)
                 self.control.reset(max(note["run"] for note in told))
                 self.slots.reset()
                 if self._cuda is not None:
@@ -375,7 +332,6 @@ class TeamComm:
                 self.board.exchange(f"{topic}/renewal", {}, timeout_s)
                 if renew:
                     self._connections.renew(on, f"reconnect/{self.resets}", timeout_s)
-                count.unfinished = False
             except BaseException as error:
                 self.control.fail(error)
                 raise
@@ -421,9 +377,9 @@ class TeamComm:
 _teams: weakref.WeakKeyDictionary[dist.ProcessGroup, TeamComm] = weakref.WeakKeyDictionary()
 """One TeamComm for each live process group: Note [One queue per team]."""
 _teams_lock = threading.Lock()
-counts: dict[str, ResetCount] = {}
-"""Reset counts by `count_key`. They outlive teams and groups: the notes in the store do, and torch
-reuses a name after `destroy_process_group`."""
+counts = Counter[str]()
+"""The resets of each process group that this rank called, by `key_of`. They outlive teams and
+groups: the notes in the store do, and torch reuses a name after `destroy_process_group`."""
 
 _parents: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """In a forked process the groups of its parent: Note [Forked processes]."""
@@ -439,9 +395,14 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def count_key(group: dist.ProcessGroup) -> str:
+def key_of(group: dist.ProcessGroup) -> str:
     """Name and ranks of a process group, which tell it from others of its name."""
     return f"{group.group_name}/{'-'.join(map(str, dist.get_process_group_ranks(group)))}"
+
+
+def reset_topic(key: str) -> str:
+    """Where the next reset of a process group is told: Note [Resets before a set-up]."""
+    return f"{key}/resets/{counts[key]}"
 
 
 def check_process(group: weakref.ref[dist.ProcessGroup] | None = None) -> None:
@@ -503,11 +464,6 @@ def between_hosts() -> list[HostsControl]:
     """The control blocks of the teams that span hosts."""
     found = [team._control for team in live_teams()]
     return [control for control in found if isinstance(control, HostsControl)]
-
-
-def known_teams(groups: Collection[tuple[int, ...]]) -> list[TeamComm]:
-    """The teams of these ranks, as far as they were made and their process groups live."""
-    return [team for team in live_teams() if team.ranks in groups]
 
 
 @contextlib.contextmanager

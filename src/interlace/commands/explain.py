@@ -45,8 +45,7 @@ def explain(
     times.
     """
     from interlace.options import Options
-    from interlace.passes import lower
-    from interlace.passes.strategies.choose import candidates
+    from interlace.passes import candidates, lower
     from interlace.verify import check
 
     machine = read_machine(calibration, device)

@@ -9,8 +9,6 @@ fill the device; the quickest counts, as the library's own choice would have it.
 
 from __future__ import annotations
 
-import math
-
 from interlace.cost.machine import Machine
 from interlace.ir import DType
 
@@ -21,22 +19,26 @@ LEAST_INNER = 256
 
 
 def gemm_seconds(
-    machine: Machine, dtype: DType, rows: int, inner: int, columns: int, batch: int = 1
+    machine: Machine,
+    dtype: DType,
+    rows: int,
+    inner: int,
+    columns: int,
+    batch: int = 1,
+    nbytes: int | None = None,
 ) -> float:
-    """A matmul of rows x inner by inner x columns, a batch of them, without its launch."""
+    """A matmul of rows x inner by inner x columns, a batch of them, without its launch.
+
+    It reads and writes `nbytes`; without them, each matrix once.
+    """
     if min(rows, inner, columns, batch) <= 0:
         return 0.0
     if batch == 1 and (seconds := measured_seconds(machine, dtype, rows, inner, columns)):
         return seconds
-    return _modelled(machine, dtype, rows, inner, columns, batch)
-
-
-def _modelled(
-    machine: Machine, dtype: DType, rows: int, inner: int, columns: int, batch: int = 1
-) -> float:
-    elements = batch * (rows * inner + inner * columns + rows * columns)
-    by_bytes = math.ceil(elements * dtype.itemsize) / machine.memory_bandwidth
-    return max(by_bytes, arithmetic_seconds(machine, dtype, rows, inner, columns, batch))
+    if nbytes is None:
+        nbytes = batch * (rows * inner + inner * columns + rows * columns) * dtype.itemsize
+    arithmetic = arithmetic_seconds(machine, dtype, rows, inner, columns, batch)
+    return max(nbytes / machine.memory_bandwidth, arithmetic)
 
 
 def measured_seconds(
@@ -56,7 +58,8 @@ def measured_seconds(
     seconds = max(near.seconds - machine.launch_s, 0.1 * near.seconds)
     if near.m == rows:
         return seconds
-    ours, theirs = (_modelled(machine, dtype, m, inner, columns) for m in (rows, near.m))
+    model = machine.replace(gemms=())
+    ours, theirs = (gemm_seconds(model, dtype, m, inner, columns) for m in (rows, near.m))
     return seconds * ours / theirs
 
 

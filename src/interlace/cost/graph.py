@@ -20,20 +20,15 @@ from interlace.cost.op_times import (
     fused_costs,
     issue_seconds,
     op_cost,
-    op_name,
 )
 from interlace.cost.symmetry import SimulatedRanks
 from interlace.errors import SoundnessError
 from interlace.ir import (
-    Expect,
     Fused,
-    Group,
     Meetings,
     Op,
     Program,
-    Put,
     Spot,
-    Wait,
     Where,
     bindings,
 )
@@ -67,12 +62,11 @@ class Task:
 
 @dataclass(slots=True)
 class PlacedOp:
-    """One op of one rank: its first and last task, and those that hold its stream up."""
+    """One op of one rank: its last task, and those that hold its stream up."""
 
     rank: int
     index: int
     op: Op
-    first: int
     last: int
     after: tuple[int, ...]
     earliest: float
@@ -84,24 +78,8 @@ class TaskGraph:
 
     tasks: list[Task]
     entries: list[PlacedOp]
-    ranks: tuple[int, ...]
     links: frozenset[tuple[str, bool]]
     """The transports that work, inside a host or (True) between hosts."""
-
-    def stuck(self, done: Sequence[bool]) -> str:
-        """Where every stream of every rank stands, for a set that cannot go on."""
-        heads: dict[tuple[int, str], PlacedOp] = {}
-        for entry in self.entries:
-            if not done[entry.last]:
-                heads.setdefault((entry.rank, entry.op.stream), entry)
-        lines = [
-            f"  rank {rank}, {stream}: op {entry.index}, {op_name(entry.op)}"
-            + (f" at {entry.op.loc}" if str(entry.op.loc) else "")
-            for (rank, stream), entry in sorted(heads.items(), key=lambda item: item[0])
-        ]
-        return "\n".join(
-            ["the ranks wait for one another for ever:", *lines, "run `interlace check` on it"]
-        )
 
 
 def build(
@@ -119,7 +97,6 @@ def build(
 class _Builder:
     def __init__(self, machine: Machine, symmetry: SimulatedRanks) -> None:
         self.machine, self.symmetry = machine, symmetry
-        self.ranks: list[int] = []
         self.tasks: list[Task] = []
         self.entries: list[PlacedOp] = []
         self.meetings = Meetings[int](symmetry.folded)  # of tasks
@@ -138,7 +115,6 @@ class _Builder:
 
     def add(self, program: Program, rank: int) -> None:
         """One rank's ops, with the order that its own list gives."""
-        self.ranks.append(rank)
         where, boxes = program.where(rank), program.boxes(rank)
         box = at_hand(boxes) if program.sizes.sizes else boxes
         teams = {team.name: team for team in program.teams}
@@ -159,27 +135,26 @@ class _Builder:
                 if queue in queued and queued[queue] != last:
                     self.edge(queued[queue], last)
                 queued[queue] = last
-            elif ordering.messages and not isinstance(op, Group):
+            elif ordering.messages and not op.members:
                 (end,) = ordering.messages
                 last = self.message(where, end, cost, after, issued)
             else:
-                ports = ("out",) if isinstance(op, Put) else ("in",)
+                puts = op.one_sided and op.writes()[0].peer is not None
+                ports = ("out",) if puts else ("in",)
                 first = last = self.task((rank,), cost, issued, ports)
                 for other in after:
                     self.edge(other, first)
-            if isinstance(op, Group):
+            if ordering.messages and op.members:
                 last = self.task((rank,), Cost())
-                for end, item in zip(ordering.messages, op.ops, strict=True):
+                for end, item in zip(ordering.messages, op.members, strict=True):
                     spent = op_cost(item, box, self.machine, teams, where)
                     self.edge(self.message(where, end, spent, (first,)), last)
             parts: list[Spanned] = [(op, first, last)]
             if isinstance(op, Fused):
+                parts.clear()
                 last = self.fused(rank, op, fused_costs(op, box, self.machine), last, parts)
-            self.entries.append(
-                PlacedOp(rank, index, op, first if first >= 0 else last, last, after, issued)
-            )
-            members = parts[1:] if isinstance(op, Fused) else parts
-            for number, (item, begin, end) in enumerate(members):
+            self.entries.append(PlacedOp(rank, index, op, last, after, issued))
+            for number, (item, begin, end) in enumerate(parts):
                 spot, means = (index, number), item.ordering()
                 last_of[spot] = end
                 if means.waits is not None:
@@ -227,7 +202,7 @@ class _Builder:
                 begin = chain = then(cost, chain)
                 end = then(Cost(fixed_s=tile_s), start, *gates)
                 tiles.append(end)
-            elif isinstance(member, Wait | Expect):
+            elif member.ordering().waits is not None or member.ordering().expects:
                 begin = end = then(Cost(), start)
                 gates.append(begin)
                 chain = then(Cost(), chain, begin)
@@ -280,7 +255,7 @@ class _Builder:
             if task.cost.transport is not None:
                 links.add((task.cost.transport, task.cost.between))
                 self.through_interfaces(task)
-        return TaskGraph(tasks, self.entries, tuple(self.ranks), frozenset(links))
+        return TaskGraph(tasks, self.entries, frozenset(links))
 
     def through_interfaces(self, task: Task) -> None:
         """Adds the interfaces that a transfer between hosts shares with those of other ranks."""

@@ -18,7 +18,6 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from interlace.errors import CalibrationError
 from interlace.ir import DType
@@ -245,9 +244,9 @@ class Machine:
     packed_kernels: bool = True
     """And those of packed rows of FP8, which only some versions of Triton compile."""
 
-    def replace(self, **changes: Any) -> Machine:
+    def replace(self, **changes: object) -> Machine:
         """This machine with some figures changed."""
-        return dataclasses.replace(self, **changes)
+        return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
     def measured_site(self, site: SiteKey, strategy: str) -> float | None:
         """The measured seconds of a site with a strategy, if it was measured."""

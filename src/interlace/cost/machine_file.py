@@ -20,10 +20,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from interlace.cost.machine import Curve, Machine, SiteKey, SiteTime, default_machine
+from interlace.cost.machine import Curve, Machine
 from interlace.errors import CalibrationError
 
-SCHEMA = 4
+SCHEMA = 5
 """Raised with the fields."""
 
 _TABLES = ("gemm_flops", "issue", "links", "between", "curves")
@@ -73,9 +73,7 @@ def load(
                 "gemm_flops needs an entry 'other', and links one for the backend "
                 f"{machine.backend!r}"
             )
-        if not machine.between:  # written before links between hosts were measured
-            machine = machine.replace(between=default_machine(machine.device).between)
-        if machine.backend not in dict(machine.between):
+        if machine.between and machine.backend not in dict(machine.between):
             raise CalibrationError(f"between needs a link for the backend {machine.backend!r}")
     except CalibrationError as error:
         raise CalibrationError(f"calibration file {path}: {error}") from None
@@ -114,8 +112,6 @@ def _filed(value: Any) -> Any:
         return [*map(_filed, value)] if isinstance(value, tuple) else value  # pyright: ignore
     names = [field.name for field in dataclasses.fields(value) if field.name not in _UNFILED]
     found = {name: getattr(value, name) for name in names}
-    if isinstance(value, SiteTime):
-        return _filed(found.pop("site")) | found
     return {
         name: {key: _filed(each) for key, each in item} if name in _TABLES else _filed(item)
         for name, item in found.items()
@@ -125,10 +121,6 @@ def _filed(value: Any) -> Any:
 def _record(kind: Any, value: object, place: str) -> Any:
     """The dataclass that an object of the file stands for."""
     given = _typed(dict, value, place)
-    if kind is SiteTime:
-        names = {field.name for field in dataclasses.fields(SiteKey)} & set(given)
-        given = {**given, "site": {name: given[name] for name in names}}
-        given = {name: item for name, item in given.items() if name not in names}
     hints = get_type_hints(kind)
     required = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
     unknown, missing = (

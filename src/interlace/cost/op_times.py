@@ -23,40 +23,27 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from interlace.cost.gemm import (
-    arithmetic_seconds,
-    gemm_seconds,
-    measured_seconds,
-    wave_seconds,
-)
+from interlace.cost.gemm import gemm_seconds, wave_seconds
 from interlace.cost.machine import Machine, crossings, interface_bytes, link_bytes
 from interlace.errors import UnsupportedError
 from interlace.ir import (
-    Alloc,
     Box,
     Call,
     Collective,
     Copy,
     DType,
-    Expect,
-    Free,
     Fused,
     Get,
-    Group,
-    HostSync,
-    Notify,
     Op,
     Others,
     Program,
     Put,
-    Record,
     Recv,
     Send,
     Team,
     View,
-    Wait,
     Where,
 )
 from interlace.ir.kernels import TAIL
@@ -107,18 +94,14 @@ def op_kind(op: Op) -> str:
 
 
 def op_name(op: Op) -> str:
-    """The name of an op in a timeline."""
-    match op:
-        case Call(fn=name) | Collective(kind=name):
-            return name
-        case Alloc(buffer=buffer):
-            detail = buffer.name
-        case Fused():
-            detail = next((member.fn for member in op.members if isinstance(member, Call)), "")
-        case _:
-            fields = form_of(type(op)).fields
-            detail = next((getattr(op, field.name) for field in fields if field.role is NAME), "")
-    return f"{form_of(type(op)).word} {detail}".strip()
+    """The name of an op in a timeline: its operator, or its word with what it names."""
+    if isinstance(op, Call):
+        return op.fn
+    form = form_of(type(op))
+    details: list[str] = [getattr(op, field.name) for field in form.fields if field.role is NAME]
+    details += [buffer.name for buffer in op.declares()]
+    details += [member.fn for member in op.members if isinstance(member, Call)]
+    return " ".join([form.of(op).word, *details[:1]])
 
 
 def op_cost(op: Op, box: Boxes, machine: Machine, teams: Mapping[str, Team], where: Where) -> Cost:
@@ -126,70 +109,95 @@ def op_cost(op: Op, box: Boxes, machine: Machine, teams: Mapping[str, Team], whe
 
     A Group itself costs nothing, a Fused its launch: the rest is their members'.
     """
-    match op:
-        case Call():
-            return _call_cost(op, box, machine)
-        case Copy(src=src, dst=dst):
-            nbytes = number(box(src).nbytes + box(dst).nbytes)
-            return Cost(machine.launch_s, nbytes / machine.memory_bandwidth)
-        case Collective():
-            views = [view for view in (op.src, op.dst) if view is not None]
-            whole = max((_nbytes(box(view)) for view in views), default=0)
-            return _collective_cost(op, whole, machine, teams[op.team])
-        case Send(src=view) | Recv(dst=view):
-            apart = teams[op.team].apart(where.member(op.team).index, where.index(op.peer))
-            transport = op.backend or machine.backend
-            transport = "gloo" if transport == "peer" else transport  # no peer's memory has any
-            times = machine.link(transport, apart).times("send", _nbytes(box(view)))
-            return Cost(*times, transport, apart)
-        case Put(src=view) | Get(src=view):
-            kind = "put" if isinstance(op, Put) else "get"
-            size = teams[op.team].size
-            return Cost(*machine.link("peer").times(kind, _nbytes(box(view)), size), "peer")
-        case Fused():
-            return Cost(machine.launch_s)
-        case Notify():
-            return Cost(max(machine.signal_s, machine.event_s))
-        case Record() | Wait() | Expect() | HostSync():
-            return Cost(machine.event_s)
-        case Alloc(buffer=buffer) if buffer.kind == "symmetric":
-            return Cost(machine.event_s)
-        case Alloc() | Free() | Group():
-            return Cost()
-        case _:
-            raise UnsupportedError(f"the cost model knows no op {type(op).__name__}: add a case")
+    ordering = op.ordering()
+    if ordering.raises is not None:
+        return Cost(max(machine.signal_s, machine.event_s))
+    if op_kind(op) == "memory" or (ordering.messages and op.members):
+        takes_slot = ordering.takes is not None and ordering.takes.team is not None
+        return Cost(machine.event_s if takes_slot else 0.0)
+    if ordering is not UNORDERED and ordering.meets is None and not ordering.messages:
+        return Cost(machine.event_s)
+    rule = _COSTS.get(type(op))
+    if rule is None:
+        raise UnsupportedError(f"the cost model knows no op {type(op).__name__}: add a row")
+    return rule(_Pricing(box, machine, teams, where), op)
 
 
-def _nbytes(box: Box) -> int:
-    return number(box.nbytes)
+@dataclass(frozen=True, slots=True)
+class _Pricing:
+    """The cost of each kind of op to one rank."""
+
+    box: Boxes
+    machine: Machine
+    teams: Mapping[str, Team]
+    where: Where
+
+    def call(self, op: Call) -> Cost:
+        """The arithmetic of a call or its bytes, whichever takes longer."""
+        machine = self.machine
+        nbytes, shape = call_bytes(op, self.box), matmul_shape(op, self.box)
+        if shape is None:
+            by_bytes = nbytes / machine.memory_bandwidth
+            return Cost(machine.launch_s, max(by_bytes, _attention(op, self.box, machine)))
+        sizes = numbers((shape.rows, shape.inner, shape.columns, shape.batch))
+        return Cost(machine.launch_s, gemm_seconds(machine, shape.dtype, *sizes, nbytes=nbytes))
+
+    def copy(self, op: Copy) -> Cost:
+        nbytes = number(self.box(op.src).nbytes + self.box(op.dst).nbytes)
+        return Cost(self.machine.launch_s, nbytes / self.machine.memory_bandwidth)
+
+    def collective(self, op: Collective) -> Cost:
+        """Note [Between hosts]."""
+        machine, team = self.machine, self.teams[op.team]
+        views = [view for view in (op.src, op.dst) if view is not None]
+        whole = max((self.nbytes(view) for view in views), default=0)
+        transport = op.backend or machine.backend
+        nbytes = link_bytes(op.kind, whole, team.size)
+        inside = Cost(*machine.link(transport).times(op.kind, nbytes, team.size), transport)
+        if team.hosts is None:
+            return inside
+        link, counts = machine.link(transport, between=True), [*map(len, team.hosts)]
+        fixed, work = link.times(op.kind, interface_bytes(op.kind, whole, counts, link.shared))
+        across = Cost(fixed * crossings(op.kind, len(counts)), work, transport, between=True)
+        return across if max(counts) == 1 or across.seconds >= inside.seconds else inside
+
+    def message(self, op: Send | Recv) -> Cost:
+        (access,) = (*op.reads(), *op.writes())
+        index = self.where.member(op.team).index
+        between = self.teams[op.team].apart(index, self.where.index(op.peer))
+        transport = op.backend or self.machine.backend
+        transport = "gloo" if transport == "peer" else transport  # no peer's memory has any
+        link = self.machine.link(transport, between)
+        return Cost(*link.times("send", self.nbytes(access.view)), transport, between)
+
+    def one_sided(self, op: Put | Get) -> Cost:
+        kind, size = form_of(type(op)).word, self.teams[op.team].size
+        return Cost(*self.machine.link("peer").times(kind, self.nbytes(op.src), size), "peer")
+
+    def fused(self, op: Fused) -> Cost:
+        return Cost(self.machine.launch_s)
+
+    def nbytes(self, view: View) -> int:
+        return number(self.box(view).nbytes)
 
 
-def _collective_cost(op: Collective, whole: int, machine: Machine, team: Team) -> Cost:
-    """Note [Between hosts]."""
-    transport = op.backend or machine.backend
-    nbytes = link_bytes(op.kind, whole, team.size)
-    inside = Cost(*machine.link(transport).times(op.kind, nbytes, team.size), transport)
-    if team.hosts is None:
-        return inside
-    link, counts = machine.link(transport, between=True), [*map(len, team.hosts)]
-    fixed, work = link.times(op.kind, interface_bytes(op.kind, whole, counts, link.shared))
-    across = Cost(fixed * crossings(op.kind, len(counts)), work, transport, between=True)
-    return across if max(counts) == 1 or across.seconds >= inside.seconds else inside
-
-
-def _call_cost(op: Call, box: Boxes, machine: Machine) -> Cost:
-    """The arithmetic of a call or its bytes, whichever takes longer."""
-    nbytes = call_bytes(op, box) / machine.memory_bandwidth
-    shape = matmul_shape(op, box)
-    if shape is not None:
-        return _matmul_cost(shape, machine, nbytes)
-    return Cost(machine.launch_s, max(nbytes, _attention(op, box, machine)))
+_COSTS: Mapping[type[Op], Callable[[_Pricing, Any], Cost]] = {
+    Call: _Pricing.call,
+    Copy: _Pricing.copy,
+    Collective: _Pricing.collective,
+    Send: _Pricing.message,
+    Recv: _Pricing.message,
+    Put: _Pricing.one_sided,
+    Get: _Pricing.one_sided,
+    Fused: _Pricing.fused,
+}
+"""Costs of the ops that compute or move bytes."""
 
 
 def call_bytes(op: Call, box: Boxes) -> int:
     """The bytes that a call reads and writes, each view once."""
     outs = (*op.outs, *(View(buffer.name) for buffer in op.fresh))
-    return sum(_nbytes(box(view)) for view in dict.fromkeys((*op.views(), *outs)))
+    return sum(number(box(view).nbytes) for view in dict.fromkeys((*op.views(), *outs)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,17 +227,6 @@ def matmul_shape(op: Call, box: Boxes) -> MatmulShape | None:
     return MatmulShape(a.dtype, a.numel // width // batch, inner, columns, batch)
 
 
-def _matmul_cost(shape: MatmulShape, machine: Machine, by_bytes: float) -> Cost:
-    rows, inner, columns, batch = numbers((shape.rows, shape.inner, shape.columns, shape.batch))
-    measured = None
-    if batch == 1:
-        measured = measured_seconds(machine, shape.dtype, rows, inner, columns)
-    if measured is None:
-        sizes = shape.dtype, rows, inner, columns, batch
-        measured = max(by_bytes, arithmetic_seconds(machine, *sizes))
-    return Cost(machine.launch_s, measured)
-
-
 def _attention(op: Call, box: Boxes, machine: Machine) -> float:
     """The time of an attention's arithmetic; 0 for another call."""
     matrices = [box(arg) for arg in op.args if isinstance(arg, View)][:2]
@@ -250,26 +247,23 @@ class FusedPart(NamedTuple):
 
 def fused_costs(op: Fused, box: Boxes, machine: Machine) -> list[FusedPart]:
     """The cost of each member: Note [Parts of a fused kernel]; the launch is the Fused's own."""
-    shapes: list[MatmulShape | None] = [
-        matmul_shape(member, box) if isinstance(member, Call) else None for member in op.members
-    ]
+    calls = [member if isinstance(member, Call) else None for member in op.members]
+    shapes = [call and matmul_shape(call, box) for call in calls]
     rows: defaultdict[tuple[DType, Int, Int, Int], int] = defaultdict(int)
     for shape in filter(None, shapes):
         rows[shape.dtype, shape.inner, shape.columns, shape.batch] += number(shape.rows)
     costs: list[FusedPart] = []
-    for member, shape in zip(op.members, shapes, strict=True):
+    for call, shape in zip(calls, shapes, strict=True):
         if shape is not None:
             whole = rows[shape.dtype, shape.inner, shape.columns, shape.batch]
             sizes = shape.dtype, *numbers((whole, shape.inner, shape.columns, shape.batch))
             took = gemm_seconds(machine, *sizes) * machine.fused
-            tile = min(
-                took, wave_seconds(machine, shape.dtype, number(shape.inner)) * machine.fused
-            )
-            costs.append(FusedPart(Cost(work_s=took * number(shape.rows) / whole), tile))
-        elif isinstance(member, Call):
-            costs.append(FusedPart(Cost(work_s=call_bytes(member, box) / machine.memory_bandwidth)))
+            wave = wave_seconds(machine, shape.dtype, number(shape.inner)) * machine.fused
+            work = took * number(shape.rows) / whole
+            costs.append(FusedPart(Cost(work_s=work), min(took, wave)))
         else:
-            costs.append(FusedPart(Cost()))
+            nbytes = call_bytes(call, box) if call is not None else 0
+            costs.append(FusedPart(Cost(work_s=nbytes / machine.memory_bandwidth)))
     return costs
 
 
@@ -297,38 +291,36 @@ def issue_seconds(op: Op, machine: Machine, teams: Mapping[str, Team]) -> float:
 
 def _calls(op: Op, teams: Mapping[str, Team]) -> tuple[str, int]:
     """Which call issues an op, and how many of them."""
-    match op:
-        case Call(fn=fn):
-            matmul = matmul_of(fn)
-            if matmul is not None and matmul.blocks is not None:
-                blocks = op.args[matmul.blocks]
-                return "call", PACKED_CALLS * max(1, blocks if isinstance(blocks, int) else 1)
-            return ("call" if fn.startswith("aten.") else "kernel"), 1
-        case Copy():
-            return "copy", 1
-        case Collective(backend=backend):
-            return ("kernel" if backend == "peer" else "collective"), 1
-        case Send() | Recv():
-            return "collective", 1
-        case Record() | Wait():
-            return "event", 1
-        case Notify(peer=peer, team=team) | Expect(peer=peer, team=team):
-            return "signal", teams[team].size - 1 if isinstance(peer, Others) else 1
-        case Alloc(buffer=buffer) if buffer.kind == "symmetric" and buffer.team:
-            # Taking a slot awaits that every peer released it, freeing it tells them so.
-            return "signal", 2 * (teams[buffer.team].size - 1)
-        case Alloc() | Free():
-            return "event", 0
-        case Group() | HostSync():
-            return "", 1
-        case _:
-            return ("peer" if op.one_sided else "kernel"), 1
+    ordering = op.ordering()
+    level, takes = ordering.raises or ordering.expects, ordering.takes
+    if level is not None:
+        return "signal", teams[level.team].size - 1 if isinstance(level.peer, Others) else 1
+    if takes is not None and takes.team is not None:
+        # Taking a slot awaits that every peer released it, freeing it tells them so.
+        return "signal", 2 * (teams[takes.team].size - 1)
+    if takes is not None or ordering.frees is not None:
+        return "event", 0
+    if ordering.meets is not None:
+        return ("kernel" if ordering.meets[1] == "peer" else "collective"), 1
+    if ordering.messages or ordering.holds_host:
+        return ("" if op.members or ordering.holds_host else "collective"), 1
+    if ordering is not UNORDERED:
+        return "event", 1
+    if isinstance(op, Call):
+        matmul = matmul_of(op.fn)
+        if matmul is not None and matmul.blocks is not None:
+            blocks = op.args[matmul.blocks]
+            return "call", PACKED_CALLS * max(1, blocks if isinstance(blocks, int) else 1)
+        return ("call" if op.fn.startswith("aten.") else "kernel"), 1
+    if isinstance(op, Copy):
+        return "copy", 1
+    return ("peer" if op.one_sided else "kernel"), 1
 
 
 def run_issue_seconds(program: Program, machine: Machine) -> float:
     """The seconds that one rank's host takes to issue a run, joining all streams included."""
     teams = {team.name: team for team in program.teams}
-    streams = {op.stream for op in program.ops if not isinstance(op, Alloc | Free)}
+    streams = {op.stream for op in program.ops if op_kind(op) != "memory"}
     sides = max(0, len(streams) - 1)
     joins = 4 * sides * dict(machine.issue).get("event", 0.0)
     return joins + sum(issue_seconds(op, machine, teams) for op in program.ops)

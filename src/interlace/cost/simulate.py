@@ -76,7 +76,9 @@ def _played(programs: Sequence[Program], machine: Machine, fold: bool = False) -
     play = _Play(graph, machine, symmetry.ranks)
     play.run()
     if play.left:
-        raise SoundnessError(graph.stuck([end is not None for end in play.end]))
+        raise SoundnessError(
+            "the ranks wait for one another for ever: `interlace check` says where"
+        )
     return play
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from interlace.errors import ProgramError
 from interlace.ir import Program, Team, Where, spots
@@ -52,14 +53,11 @@ class SimulatedRanks:
         places = {w.rank: w.members for p in programs for w in p.wheres(_ranks(p))}
         folded, stand = _folded(programs) if fold else (frozenset[str](), {})
         stand = stand or {rank: rank for rank in homes}
-        hosts = _Sets()
-        for rank, members in places.items():
-            for name, member in members.items():
-                team = homes[rank].team(name)
-                hosts.join(rank, member.ranks[_host(team, member)[0] if team.hosts else 0])
-        beside = Counter(s for r, s in stand.items() if hosts.first(r) == hosts.first(s))
+        names = dict.fromkeys(name for members in places.values() for name in members)
+        hosts = standing([_to_neighbours(homes, places, name) for name in names], sorted(homes))
+        beside = Counter(s for r, s in stand.items() if hosts[r] == hosts[s])
         counts = Counter(stand.values())
-        return cls(counts, folded, {r: hosts.first(r) for r in counts} if spans else {}, beside)
+        return cls(counts, folded, {r: hosts[r] for r in counts} if spans else {}, beside)
 
     def alike(self, team: Team, where: Where) -> float:
         """The number of collectives at a host's interface for which a simulated one stands."""
@@ -71,6 +69,23 @@ class SimulatedRanks:
 
 def _ranks(program: Program) -> tuple[int, ...]:
     return program.world if program.rank is None else (program.rank,)
+
+
+def _to_neighbours(
+    homes: Mapping[int, Program], places: Mapping[int, Mapping[str, Member]], name: str
+) -> Map:
+    """Takes each rank to the next one of its team on its host, and the last to the first."""
+    to = Map()
+    for rank, members in places.items():
+        member = members.get(name)
+        to[rank] = rank
+        if member is not None:
+            team = homes[rank].team(name)
+            near = _host(team, member) if team.hosts else range(team.size)
+            place = near.index(member.index)
+            others = (member.ranks[i] for i in chain(near[place + 1 :], near[: place + 1]))
+            to[rank] = next(other for other in others if other in homes)
+    return to
 
 
 def _host(team: Team, member: Member) -> tuple[int, ...]:
@@ -106,19 +121,3 @@ def _actor(program: Program) -> Actor:
             if max(map(len, program.team(end.team).hosts or ((),))) > 1:
                 apart.add(end.team)
     return Actor(program, _ranks(program), ends, apart)
-
-
-class _Sets:
-    """Ranks in disjoint sets, each known by its first."""
-
-    def __init__(self) -> None:
-        self._before: dict[int, int] = {}
-
-    def first(self, rank: int) -> int:
-        while (before := self._before.get(rank, rank)) != rank:
-            rank = before
-        return rank
-
-    def join(self, one: int, other: int) -> None:
-        low, high = sorted((self.first(one), self.first(other)))
-        self._before[high] = low

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from interlace.errors import TeamError
-from interlace.options import Options
 from interlace.strategies import StrategyName
 
 WAYS = {
@@ -78,14 +77,3 @@ class TrainingPlan:
         their own: then only the Program in order has the bits of the overlapped one."""
         in_order = world > 2 or self.device == "cuda"
         return [way for way in WAYS if in_order or way != "in_order"]
-
-    def options(self, way: str) -> Options:
-        """The options of a compiled way."""
-        return Options(
-            overlap=way != "serial",
-            in_order=way == "in_order",
-            strategy=self.strategy,
-            calibration=self.calibration,
-            timeout_s=self.timeout_s,
-            trace=True,
-        )

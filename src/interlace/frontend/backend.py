@@ -21,12 +21,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from interlace.errors import CalibrationError, InterlaceError, OptionError, UnsupportedError
+from interlace.errors import CalibrationError, InterlaceError, OptionError
 from interlace.frontend.binding import Bound
 from interlace.frontend.calling.arguments import without_waiting
 from interlace.frontend.calling.tracing import symbolic_sizes
@@ -49,7 +47,6 @@ from interlace.torch_private import FakeTensorMode, TracingContext, tracing
 from interlace.torch_private.dynamo import (
     InstructionTranslator,
     ShortenTraceback,
-    TorchDynamoException,
     aot_autograd,
     assume_constant_result,
     functorch_config,
@@ -113,13 +110,12 @@ class Compilation:
 
     def compilers(self) -> dict[str, Any]:
         """The keyword arguments that AOTAutograd takes."""
-        options, elsewhere = self.setting.options, self.setting.elsewhere
+        options = self.setting.options
         try:
-            machine = elsewhere or shared_machine(options, self.setting.device)
+            machine = shared_machine(options, self.setting.device)
         except CalibrationError:  # all ranks are told as they bind
             machine = None
-        alone, known = elsewhere is not None, self.setting.places
-        cut = Partition(options.regather, machine, options.timeout_s, alone, known)
+        cut = Partition(options.regather, machine, options.timeout_s, self.setting.places)
         return {
             "fw_compiler": lambda gm, _: self._compiled_graph("forward", gm),
             "bw_compiler": lambda gm, _: self._compiled_graph("backward", gm),
@@ -251,9 +247,7 @@ class Backend:
         )
         compilation = Compilation(setting)
         plain, wrap = without_waiting(example_inputs)
-        # Example inputs are the tensors of this call; what was traced has symbols where sizes vary.
-        traced = [node.meta.get("example_value") for node in places]
-        with compiling(), torchs_errors(gm, traced):
+        with compiling():
             compiled = aot_autograd(**compilation.compilers())(gm, plain)
         compilation.prepare(origin.name)
         self._graphs.update(zip(self._count, compilation.graphs, strict=False))
@@ -281,7 +275,7 @@ def compiling() -> Iterator[None]:
 
     Note [Generator states are tensors]: on CUDA torch saves the state of recomputed dropout in
     generators that it hands in as arguments, for its own CUDA graphs. A Program saves it as a small
-    tensor, on every device alike (`interlace.frontend.importing.lowerings`).
+    tensor, on every device alike (`interlace.frontend.importing.normalise`).
     """
     settings = functorch_config.patch(
         force_non_lazy_backward_lowering=True, graphsafe_rng_functionalization=False
@@ -303,29 +297,6 @@ def forget_tensors(context: TracingContext | None) -> None:
         describer = context.fake_mode.fake_tensor_converter.meta_converter.describer
         describer.lookup_tensor.clear()
         describer.lookup_storage.clear()
-
-
-@contextlib.contextmanager
-def torchs_errors(gm: fx.GraphModule, traced: Sequence[Any]) -> Iterator[None]:
-    """Says what works where torch fails to trace DTensors whose sizes are symbolic."""
-    try:
-        yield
-    except (InterlaceError, TorchDynamoException):  # such as one that begins the trace anew
-        raise
-    except Exception as error:
-        values = [node.meta.get("example_value") for node in gm.graph.nodes]
-        sizes = [n for x in traced for n in (x.shape if isinstance(x, torch.Tensor) else [x])]
-        symbolic = any(isinstance(size, torch.SymInt) for size in sizes)
-        if not symbolic or not any(isinstance(value, DTensor) for value in values):
-            raise
-        told = str(error).strip().splitlines()[:1] or [""]
-        raise UnsupportedError(
-            f"torch cannot trace these DTensors with sizes that change ({type(error).__name__}: "
-            f'{told[0]}); this is not of Interlace, and backend="aot_eager" fails alike. Use '
-            "torch.compile(..., dynamic=False) or interlace.compile, which compile for each size; "
-            "or dynamic=None with torch._dynamo.mark_dynamic for the batch alone, and lengths "
-            "padded to a few"
-        ) from error
 
 
 def keep_saved() -> None:

@@ -13,7 +13,7 @@ are sound as a set, and else runs serially; the Executor proves the set.
 Note [Meetings of a compile]
     Each answers what the next one needs. partition.py, `consent_of_ranks`: which gathers backward
     repeats, before there are two graphs. Here, `on_hosts`: which ranks share a host, as a team that
-    spans hosts is lowered otherwise; `facts_of_all`: what ranks choose by. In the Executor,
+    spans hosts is lowered otherwise; `agree_on_facts`: what ranks choose by. In the Executor,
     `agree_and_prove`: the Program that came out.
 """
 
@@ -23,7 +23,7 @@ import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -33,20 +33,8 @@ from interlace.comm.rendezvous.board import Note, as_told, failure
 from interlace.cost import Machine, Timeline
 from interlace.errors import AgreementError, InterlaceError, SoundnessError
 from interlace.frontend.calling.arguments import Imported
-from interlace.frontend.schedules import path_of, scheduled, text_of, unsound
-from interlace.ir import (
-    Expect,
-    Get,
-    Group,
-    Notify,
-    Program,
-    Put,
-    Recv,
-    Remark,
-    Send,
-    parse,
-    print_program,
-)
+from interlace.frontend.schedules import path_of, scheduled, texts_by_graph, unsound
+from interlace.ir import Program, Remark, parse, print_program
 from interlace.ir.validate import others
 from interlace.options import Options
 from interlace.passes import lower
@@ -77,12 +65,10 @@ class Bound:
     executor: Executor
     machine: Machine
     """The model that its strategies were chosen by."""
-    about_sizes: list[str] = field(default_factory=list[str])
-    """Why it was bound although others of its graph were, and why for one size alone."""
-    at: dict[str, int] = field(default_factory=dict[str, int])
-    """TorchDynamo's symbols as it was bound, where the graph has some."""
-    kept: list[int] = field(default_factory=list[int])
-    """Places of results by which `Forwards.note` keeps a pass's number; empty before the first."""
+    why_single: str = ""
+    """Why it is for one size alone, though its sizes may change."""
+    symbols: Mapping[str, int] = field(default_factory=dict[str, int])
+    """The values of TorchDynamo's symbols as it was bound, where the graph has some."""
 
     @property
     def serial(self) -> Program:
@@ -117,30 +103,31 @@ class Bound:
         assert self.executor.agreement is not None
         return self.executor.agreement
 
-    def fits(self, values: Mapping[str, int]) -> bool:
+    def fits(self, symbols: Mapping[str, int]) -> bool:
         """Returns True if these values of TorchDynamo's symbols are in its class of sizes.
 
         A Program for one size alone fits where all symbols are unchanged: its peers' Programs may
         name others of them, such as a global size, and all ranks must find theirs, or none.
         """
         sizes = self.executor.sizes
-        return dict(values) == self.at if sizes == sizes.alone() else sizes.holds(self._own(values))
+        if sizes == sizes.alone():
+            return dict(symbols) == self.symbols
+        return sizes.holds(self._sizes(symbols))
 
-    def _own(self, values: Mapping[str, int]) -> dict[str, int]:
-        return {name: values[symbol] for name, symbol in self.imported.symbols.items()}
+    def _sizes(self, symbols: Mapping[str, int]) -> dict[str, int]:
+        return {name: symbols[symbol] for name, symbol in self.imported.symbols.items()}
 
     def run(
         self,
         args: Sequence[object],
-        values: Mapping[str, int] | None = None,
+        symbols: Mapping[str, int] | None = None,
         origin: str | None = None,
-    ) -> list[Any]:
-        """The graph's outputs for its arguments; `values` has those of TorchDynamo's symbols, if
+    ) -> list[object]:
+        """The graph's outputs for its arguments; `symbols` has the values of TorchDynamo's, if
         there are any; `origin` is as in `Executor.run`, None for no backward."""
-        given = self.imported.gather(args)
-        sizes = None if values is None else self._own(values)
-        results = self.executor.run(given, sizes=sizes, origin=origin)
-        return self.imported.scatter(results, args)
+        sizes = None if symbols is None else self._sizes(symbols)
+        results = self.executor.run(self.imported.to_inputs(args), sizes=sizes, origin=origin)
+        return self.imported.to_outputs(results, args)
 
 
 def bind(
@@ -153,14 +140,14 @@ def bind(
 ) -> Bound:
     """Lowers and prepares; all ranks of the Program do it together. `layer` has what else must be
     the same on all of them."""
-    place = placed(device)
-    options, noted = with_regions(options, place)
+    kind_of_device = torch.device(device).type
+    options, noted = with_regions(options, kind_of_device)
     plain = imported.program
     imported = dataclasses.replace(imported, program=on_hosts(plain, groups, options.timeout_s))
     graph = imported.program
-    machine = _attempted(machine_for, options, place.type)
+    machine = _attempted(machine_for, options, kind_of_device)
     written = _attempted(scheduled, kind, graph, groups, options)
-    agreed = facts_of_all(graph, groups, options, machine, written, layer)
+    agreed = agree_on_facts(graph, groups, options, machine, written, layer)
     spread = [team.name for team in imported.program.teams if team.hosts is not None]
     apart = [team_of(groups[name], name).apart for name in spread]
     noted += [Remark("frontend", f"{text}: {UNSERVED}") for text in apart]
@@ -176,7 +163,7 @@ def bind(
     executor = Executor(
         program.remarked(noted),
         groups=groups,
-        device=place,
+        device=device,
         options=options,
         host=imported.host,
         operators=others(graph),  # of this process's own graph
@@ -212,19 +199,12 @@ def _uncaptured(imported: Imported) -> str:
     return "its sizes change, and as many of them have graphs as may have"
 
 
-def placed(device: str) -> torch.device:
-    """A device with its index: a GPU that has none named is the current one."""
-    found = torch.device(device)
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
-
-
-def with_regions(options: Options, device: torch.device) -> tuple[Options, list[Remark]]:
-    """The options with `regions` chosen: Inductor on a GPU, where its compiler is there."""
+def with_regions(options: Options, device: str) -> tuple[Options, list[Remark]]:
+    """The options with `regions` chosen for a kind of device: Inductor on a GPU, where its compiler
+    is there."""
     if options.regions != "auto":
         return options, []
-    if device.type == "cpu":
+    if device == "cpu":
         return dataclasses.replace(options, regions="eager"), []
     if importlib.util.find_spec("triton") is None:
         why = "regions run eager: Inductor needs the package triton on a GPU, and there is none"
@@ -238,6 +218,17 @@ STEP = "choose how to overlap"
 OWN = frozenset(("timeout_s", "trace", "static_outputs", "calibration"))
 """Options that concern one rank, or (the calibration) are compared by what they stand for."""
 DIFFER = "the ranks' graphs differ, and overlapped they do not fit together: all run serially"
+
+FIXES = {
+    "arguments": "give all ranks the same (pad what is short)",
+    "options": "give all ranks the same",
+    "calibrations": "give all ranks one file with the option `calibration`, or copy what "
+    "`interlace calibrate` wrote on one host to the others",
+    "texts": "give all ranks the same files in the option `schedules`",
+    "inputs": "give all ranks the same ones (a bias, a mask), of one element type and as many "
+    "dimensions",
+}
+"""Facts that must be the same on all ranks, with the fix where they are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +244,7 @@ class AgreedFacts:
     """The Program of this rank's file, with the option `schedules`."""
 
 
-def facts_of_all(
+def agree_on_facts(
     graph: Program,
     groups: Mapping[str, ProcessGroup],
     options: Options,
@@ -261,7 +252,7 @@ def facts_of_all(
     written: Program | InterlaceError | None = None,
     layer: Mapping[str, object] | None = None,
 ) -> AgreedFacts:
-    """Gathers the ranks' facts of this graph; an error of one (as in `machine`) is raised on all.
+    """Shares the ranks' facts of this graph; an error of one (as in `machine`) is raised on all.
     `layer` has the arguments of a layer that must be the same on all ranks."""
     limit = limit_s(options.timeout_s, groups.values())
     teams = {team_of(group, name, limit) for name, group in groups.items()}
@@ -269,32 +260,34 @@ def facts_of_all(
         return AgreedFacts(_checked(machine), {}, {}, _checked(written))
     rank, plain = program_rank(graph, groups), essence(graph)
     text = print_program(plain)
-    mine: Note = {
+    note: Note = {
         "step": STEP,
         "rank": rank,
         "name": graph.name,
         "hash": digest(text),
         "skeleton": digest(print_program(skeleton(plain))),
-        "layer": dict(layer or {}),
-        "options": _told(options),
-        "inputs": [] if graph.name == "backward" else _inputs(graph),
+        "arguments": dict(layer or {}),
+        "options": _compared(options),
+        "inputs": {} if graph.name == "backward" else _inputs(graph),
     }
     if isinstance(machine, InterlaceError):
-        mine["problem"] = failure(machine)["error"]
+        note["problem"] = failure(machine)["error"]
     elif isinstance(written, InterlaceError):
-        mine["problem"] = failure(AgreementError(str(written)))["error"]
+        note["problem"] = failure(AgreementError(str(written)))["error"]
     else:
-        mine["calibration"] = _calibration(machine, options)
-        mine["kernels"] = [machine.kernels, machine.packed_kernels]
-        mine["schedule"] = text_of(graph, written)
+        whole = machine.replace(kernels=True, packed_kernels=True)
+        note["calibrations"] = {"calibration": f"{machine.name} ({digest(repr(whole))[:8]})"}
+        note["kernels"] = [machine.kernels, machine.packed_kernels]
+        note["texts"] = texts_by_graph(graph, written)
     ordered: Sequence[TeamComm] = sorted(teams, key=lambda team: team.key)
-    entries = gather(mine, ordered, limit)
-    _compare_given(graph.name, entries)  # a file that only one rank is to read is a difference
+    entries = gather(note, ordered, limit)
+    # A file that only one rank is to read is a difference, before it is a problem.
+    _compare(graph.name, entries, "arguments", "options")
     machine, written = _checked(machine), _checked(written)
     for other, entry in sorted(entries.items()):
         if "problem" in entry:
             raise as_told(other, entry["problem"])
-    _compare(graph.name, entries)
+    _compare(graph.name, entries, "calibrations", "texts", "inputs")
     kernels, packed = (all(entry["kernels"][i] for entry in entries.values()) for i in (0, 1))
     machine = machine.replace(kernels=kernels, packed_kernels=packed)
     if len({entry["skeleton"] for entry in entries.values()}) == 1:
@@ -326,87 +319,35 @@ def overlapped(
     return lower(graph, options, agreed.machine), []
 
 
-def _told(options: Options) -> dict[str, Any]:
-    named = [field.name for field in fields(options) if field.name not in OWN]
-    told = {name: getattr(options, name) for name in named}
-    return {**told, "schedules": told["schedules"] and "a folder"}
+def _compared(options: Options) -> dict[str, object]:
+    """The options that all ranks have alike; of a folder, that there is one."""
+    named = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in OWN}
+    return {**named, "schedules": options.schedules and "a folder"}
 
 
-def _calibration(machine: Machine, options: Options) -> dict[str, str]:
-    plain = machine.replace(kernels=True, packed_kernels=True)
-    where = f" of {options.calibration}" if options.calibration else ""
-    return {"digest": digest(repr(plain)), "name": f"{machine.name!r}{where}"}
-
-
-Inputs = Sequence[tuple[str, str]]
-"""The name and the kind of each."""
-
-
-def _inputs(graph: Program) -> Inputs:
-    """The name and the kind of each input, of a graph whose ranks all do the same."""
-    if any(isinstance(op, Send | Recv | Group | Notify | Expect | Put | Get) for op in graph.ops):
-        return []
+def _inputs(graph: Program) -> dict[str, str]:
+    """The kind of each input by its name."""
     inputs = [buffer for buffer in graph.params if buffer.kind == "input"]
-    return [(b.name, f"{b.dtype} of {len(b.shape)} dimensions") for b in inputs]
+    return {b.name: f"{b.dtype} of {len(b.shape)} dimensions" for b in inputs}
 
 
-def _compare_given(name: str, entries: Mapping[int, Note]) -> None:
-    """Raises the first difference between what ranks are given; on all of them the same."""
-    first = min(entries)
+def _compare(name: str, entries: Mapping[int, Note], *nouns: str) -> None:
+    """Raises the first difference between ranks in these facts; on all of them the same."""
     for rank, entry in sorted(entries.items()):
-        for what, noun in (("layer", "arguments"), ("options", "options")):
-            for key, ours in entries[first][what].items():
-                theirs = entry[what].get(key)
-                if ours != theirs:
+        for noun in nouns:
+            theirs: Mapping[str, object] = entry[noun]
+            other = min(entries)
+            if noun == "texts":  # ranks whose graphs differ have files of their own
+                other = min(r for r in entries if r == rank or entries[r][noun].keys() & theirs)
+            ours: Mapping[str, object] = entries[other][noun]
+            if not ours or not theirs:
+                continue
+            if noun == "inputs" and len(ours) == len(theirs):  # each rank has names of its own
+                theirs = dict(zip(ours, theirs.values(), strict=True))
+            for key in {**ours, **theirs}:
+                if ours.get(key) != theirs.get(key):
                     raise AgreementError(
-                        f"ranks give {name!r} different {noun}: rank {first} has {key}={ours!r}, "
-                        f"and rank {rank} {key}={theirs!r}: give all ranks the same (pad what is "
-                        "short)"
+                        f"ranks give {name!r} different {noun}: rank {other} has "
+                        f"{key}={ours.get(key)!r}, and rank {rank} {key}={theirs.get(key)!r}: "
+                        f"{FIXES[noun]}"
                     )
-
-
-def _compare(name: str, entries: Mapping[int, Note]) -> None:
-    """Raises the first difference between what ranks choose by; on all of them the same."""
-    first = min(entries)
-    texts: dict[str, tuple[int, str]] = {}
-    for rank, entry in sorted(entries.items()):
-        one = entries[first]
-        ours, theirs = one["calibration"], entry["calibration"]
-        if ours["digest"] != theirs["digest"]:
-            mark = [side["digest"][:8] for side in (ours, theirs)]
-            raise AgreementError(
-                f"ranks would choose how {name!r} is overlapped by different calibrations: rank "
-                f"{first} by {ours['name']} ({mark[0]}), and rank {rank} by {theirs['name']} "
-                f"({mark[1]}): give all ranks one file with the option `calibration`, or copy what "
-                "`interlace calibrate` wrote on one host to the others"
-            )
-        graph, text = entry["schedule"]
-        other, known = texts.setdefault(graph, (rank, text))
-        if text != known:
-            raise AgreementError(
-                f"rank {rank} has another text of {name}-{graph}.ilc than rank {other}: give all "
-                "ranks the same files in the option `schedules`"
-            )
-        _compare_inputs(name, (first, one["inputs"]), (rank, entry["inputs"]))
-
-
-def _compare_inputs(name: str, one: tuple[int, Inputs], other: tuple[int, Inputs]) -> None:
-    """Raises for an input that one rank alone has, or that is of another kind there."""
-    sides = [(rank, {each: kind for each, kind in inputs}) for rank, inputs in (one, other)]
-    (rank_1, inputs_1), (rank_2, inputs_2) = sides
-    if not inputs_1 or not inputs_2:
-        return
-    if len(inputs_1) != len(inputs_2):
-        alone = [(rank_1, rank_2, n) for n in inputs_1 if n not in inputs_2]
-        alone += [(rank_2, rank_1, n) for n in inputs_2 if n not in inputs_1]
-        where, not_there, which = alone[0]
-        raise AgreementError(
-            f"{name!r} is given {which} on rank {where}, and not on rank {not_there}: give it on "
-            "all ranks (a bias, a mask), or on none"
-        )
-    for (n_1, kind_1), (_, kind_2) in zip(inputs_1.items(), inputs_2.items(), strict=True):
-        if kind_1 != kind_2:
-            raise AgreementError(
-                f"the input {n_1} of {name!r} is {kind_1} on rank {rank_1}, and {kind_2} on rank "
-                f"{rank_2}: give all ranks inputs of the same element types and dimensions"
-            )

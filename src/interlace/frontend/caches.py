@@ -23,20 +23,17 @@ from interlace.frontend.binding import Bound
 log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
-MOST_DROPPED = 10_000
-"""Dropped items that are remembered, for the warning."""
 
 
 class BoundedCache(Generic[Item]):
-    """Keeps the most recently used; warns once where what it has dropped comes again."""
+    """Keeps the most recently used; warns once, as it drops the first."""
 
     def __init__(self, name: str, capacity: int, close: Callable[[Item], None]) -> None:
         self.capacity = capacity
         self._name, self._close = name, close
         self._lock = threading.RLock()
         self._items: OrderedDict[Hashable, Item] = OrderedDict()
-        self._dropped: set[int] | None = set()
-        """Hashes of the marks of what was dropped; None once it has warned."""
+        self._warned = False
 
     def get(self, key: Hashable) -> Item | None:
         """The item of this key."""
@@ -49,14 +46,12 @@ class BoundedCache(Generic[Item]):
     def add(self, key: Hashable, item: Item) -> None:
         """Keeps an item, and closes the oldest until there are no more than may be."""
         with self._lock:
-            self._look(hash(self.mark(key, item)))
             self._items[key] = item
             while len(self._items) > self.capacity:
-                old, dropped = self._items.popitem(last=False)
+                _, dropped = self._items.popitem(last=False)
                 log.info("evicted the oldest of %s, which keeps %d", self._name, self.capacity)
-                if self._dropped is not None and len(self._dropped) < MOST_DROPPED:
-                    self._dropped.add(hash(self.mark(old, dropped)))
                 self._close(dropped)
+                self._warn()
 
     def all(self) -> list[Item]:
         """Every item, the most recently used last."""
@@ -70,18 +65,14 @@ class BoundedCache(Generic[Item]):
         for item in items:
             self._close(item)
 
-    def mark(self, key: Hashable, item: Item) -> Hashable:
-        """Identity of an item that comes again: its key."""
-        return key
-
-    def _look(self, mark: int) -> None:
-        if self._dropped is None or mark not in self._dropped:
+    def _warn(self) -> None:
+        if self._warned:
             return
-        known, self._dropped = len(self._dropped) + self.capacity, None
+        self._warned = True
         warnings.warn(
-            f"{self._name} met about {known} sizes (or layouts, dtypes, plain values) and keeps "
-            f"{self.capacity}: one that was dropped comes again, and is compiled anew each time. "
-            f'Give options={{"cache_size": {known}}} or more, use torch.compile(..., '
+            f"{self._name} met more sizes (or layouts, dtypes, plain values) than {self.capacity}, "
+            "which it keeps: one that was dropped is compiled anew when it comes again. Give "
+            f'options={{"cache_size": {2 * self.capacity}}} or more, use torch.compile(..., '
             "dynamic=True), or pad to fewer lengths",
             CacheWarning,
             stacklevel=3,
@@ -97,11 +88,11 @@ class Shelf(BoundedCache[Bound]):
         self.last: tuple[Hashable, Bound, Mapping[str, int] | None] | None = None
         """The one that was called last, with its signature, and what TorchDynamo's symbols were."""
 
-    def fitting(self, values: Mapping[str, int]) -> Bound | None:
+    def fitting(self, symbols: Mapping[str, int]) -> Bound | None:
         """A bound Program for a class of sizes with these values of TorchDynamo's symbols."""
         with self._lock:
             for key, bound in self._items.items():
-                if bound.imported.symbols and bound.fits(values):
+                if bound.imported.symbols and bound.fits(symbols):
                     return self.get(key)
         return None
 
@@ -112,10 +103,6 @@ class Shelf(BoundedCache[Bound]):
             for group in groups:
                 if id(group) not in self._watches:
                     self._watches[id(group)] = weakref.ref(group, lambda _: self.clear())
-
-    def mark(self, key: Hashable, item: Bound) -> Hashable:
-        """Its class of sizes if it has one, else its signature."""
-        return str(item.executor.sizes) if item.executor.sizes.sizes else key
 
     def clear(self) -> None:
         """Frees them all."""

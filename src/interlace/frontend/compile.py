@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from interlace.cost import Machine
 from interlace.errors import ExecutorError, OptionError
 from interlace.frontend.backend import Compilation, compiling, meshes_in, options_from
 from interlace.frontend.binding import Bound
@@ -102,7 +101,7 @@ class Outputs:
     """Structure of outputs: their tree, and the leaves that are no tensors, which tracing fixes."""
 
     tree: pytree.TreeSpec
-    fixed: list[Any]
+    fixed: list[object]
 
     @classmethod
     def of(cls, result: object) -> tuple[Outputs, tuple[torch.Tensor, ...]]:
@@ -204,15 +203,6 @@ class Compiled(AsModule):
 
         return explain_bound(self.bound)
 
-    def trace(self, *args: object, machine: Machine, **kwargs: object) -> tuple[Program, ...]:
-        """The serial Programs of a call, forward before backward, for a machine that is not here.
-
-        Nothing is bound and no peer is asked, so tensors may be fake, and the process group too.
-        """
-        trace: Any = torch.compiler.disable(self._trace)
-        entry = trace(self._keys.of(args, kwargs), args, kwargs, machine)
-        return tuple(graph.serial for graph in entry.compilation.graphs)
-
     def close(self) -> None:
         """Frees everything; a later call compiles anew."""
         self._entries.clear()
@@ -225,19 +215,14 @@ class Compiled(AsModule):
     def __reduce__(self) -> object:
         return type(self), (self.fn, self._mesh, self.options)
 
-    def _add(self, call: ModuleCall, args: tuple[object, ...], kwargs: dict[str, Any]) -> _Entry:
-        compile: Any = torch.compiler.disable(self._compile)  # within what it compiles too
-        entry = compile(call, args, kwargs)
+    def _add(self, call: ModuleCall, args: tuple[object, ...], kwargs: dict[str, object]) -> _Entry:
+        trace: Any = torch.compiler.disable(self._compile)  # within what it compiles too
+        entry = trace(call, args, kwargs)
         self._entries.add(call.key, entry)
         return entry
 
-    def _compile(self, call: ModuleCall, *given: Any) -> _Entry:
-        entry = self._trace(call, *given)
-        entry.compilation.prepare(name_of(self.fn))
-        return entry
-
-    def _trace(
-        self, call: ModuleCall, args: Any, kwargs: Any, elsewhere: Machine | None = None
+    def _compile(
+        self, call: ModuleCall, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> _Entry:
         refuse_sharded(self.fn)
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -247,7 +232,7 @@ class Compiled(AsModule):
             rest = iter(given[len(call.names) :])
             filled = [next(rest) if isinstance(x, torch.Tensor) else x for x in leaves]
             args, kwargs = pytree.tree_unflatten(filled, spec)
-            with lent(self.fn, given[: len(call.names)]), Watch(objects):
+            with lent(self.fn, given[: len(call.names)]), Watch():
                 result = self.fn(*args, **kwargs)
             outputs, results = Outputs.of(result)
             found.append(outputs)
@@ -258,8 +243,7 @@ class Compiled(AsModule):
         arguments = [f"arg{i}" for i in range(count)] if count > 1 else ["x"] * count
         labels = (*(unwrapped(name).replace(".", "_") for name in call.names), *arguments)
         device = device_of(call.tensors)
-        setting = Setting(self.options, meshes, labels, device, elsewhere=elsewhere)
-        compilation = Compilation(setting)
+        compilation = Compilation(Setting(self.options, meshes, labels, device))
         plain, wrap = without_waiting(call.tensors)
         objects = {f"argument {i}": x for i, x in enumerate(args)} | kwargs
         objects |= {name_of(self.fn): self.fn}
@@ -269,6 +253,7 @@ class Compiled(AsModule):
                 plain,
                 **compilation.compilers(),
             )
+        compilation.prepare(name_of(self.fn))
         return _Entry(wrap(compiled), compilation, found[-1])
 
 

@@ -16,16 +16,15 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from interlace.cost import Machine
 from interlace.errors import SizeError
-from interlace.frontend.binding import Bound, bind, placed, with_regions
+from interlace.frontend.binding import Bound, bind, with_regions
 from interlace.frontend.caches import Shelf
 from interlace.frontend.calling.arguments import Imported, has_signature, signature
 from interlace.frontend.calling.forwards import Forwards
@@ -40,7 +39,6 @@ from interlace.frontend.importing.nodes import (
 )
 from interlace.frontend.importing.symbols import Symbols, pin
 from interlace.frontend.teams import Teams
-from interlace.ir import Program
 from interlace.options import Options
 from interlace.runtime.calling.regions import compile_symbolic
 from interlace.torch_private import DisableAutocast, is_any_autocast_enabled
@@ -48,8 +46,9 @@ from interlace.torch_private.dynamo import boxed_nop
 
 log = logging.getLogger(__name__)
 
-Listener = Callable[[Sequence[object]], Callable[[Sequence[object]], None]]
-"""Is given the arguments of a call, and returns what is given the results."""
+Boxed = list[Any]
+"""The arguments of a call, in a list that the callee empties."""
+Run = Callable[[Boxed], Sequence[object]]
 
 MOST_CAPTURED = 8
 """Sizes of a graph with symbols that have CUDA graphs, with the option `graph`; more run eager."""
@@ -67,33 +66,16 @@ class Setting:
     labels: tuple[str, ...] = ()
     """The user's names of the arguments."""
     device: str = "cpu"
-    elsewhere: Machine | None = None
-    """The machine for which this is traced alone: no peer is asked, and nothing is bound."""
     origin: GraphOrigin | None = None
     """Where TorchDynamo met it, if that traced it."""
     forwards: Forwards = field(default_factory=Forwards, compare=False)
     places: KnownPlaces = field(default_factory=KnownPlaces, compare=False)
 
 
-def _about_sizes(before: Sequence[Bound], why: str) -> list[str]:
-    """Remarks on a new Program's sizes: why earlier ones do not serve, why it serves no others."""
-    remarks: list[str] = []
-    if before:
-        known = dict.fromkeys(
-            str(each.executor.sizes) or ", ".join(f"{n} == {v}" for n, v in each.at.items())
-            for each in before[-3:]
-        )
-        classes = " or ".join(filter(None, known)) or "arguments of other sizes or layouts"
-        remarks.append(f"number {len(before) + 1} of its graph, as those before are for {classes}")
-    if why:
-        remarks.append(f"for these sizes alone: {why}")
-    return remarks
-
-
 def recorded_signature(gm: fx.GraphModule) -> Hashable | None:
     """The signature that a graph was traced with; None where it is symbolic."""
     values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
-    numbers: list[Any] = []
+    numbers: list[object] = []
     for value in values:
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             return None
@@ -116,11 +98,11 @@ class CompiledGraph:
         self._places = GraphPlaces(gm.graph, setting.places, kind)
         if kind == "backward" and any(communications(gm.graph)):
             places = gm.graph.find_nodes(op="placeholder")
-            setting.forwards.saved = sum("tangents" not in str(node.target) for node in places)
+            setting.forwards.num_saved = sum("tangents" not in str(n.target) for n in places)
         self._unscheduled, self._captured = "", 0
         self._single = ""
         """Why each Program of a graph with symbols is for one size alone; empty: for classes."""
-        self._run: Callable[[list[Any]], Any] | None = None
+        self._run: Run | None = None
         """Callable that runs the graph without a Program; None until that is needed."""
         self._traced = recorded_signature(gm)
         if self._traced is None:
@@ -134,11 +116,11 @@ class CompiledGraph:
         place = next(filter(None, (location(node).module for node in gm.graph.nodes)), "")
         name = f"a {kind} graph{f' of {place}' if place else ''}"
         self._shelf = Shelf(name, setting.options.cache_size)
-        self.listener: Listener | None = None
-        """Is told the arguments of every call before it runs; what it gives is told the outputs."""
+        self.observer: Callable[[Run, Boxed], Sequence[object]] | None = None
+        """Runs a call in place of the graph, which it is given with the arguments."""
         weakref.finalize(self, self._shelf.clear)
 
-    def __call__(self, args: list[Any]) -> list[Any]:
+    def __call__(self, args: Boxed) -> Sequence[object]:
         """The graph's outputs; `args` is emptied, so that nothing lives longer than it must.
 
         Note [Autocast is in the graph]: the casts of the code that was traced are operators of the
@@ -147,29 +129,29 @@ class CompiledGraph:
         if is_any_autocast_enabled():
             with DisableAutocast():
                 return self(args)
-        if self._run is not None and self.listener is None:
+        return self._call(args) if self.observer is None else self.observer(self._call, args)
+
+    def _call(self, args: Boxed) -> Sequence[object]:
+        if self._run is None and self.unscheduled:
+            self._shelf.clear()
+            self._run = boxed_nop(self._gm, [])
+        if self._run is not None:
             return self._run(args)
-        if self._unscheduled or self._places.traced:
-            return self._run_unscheduled(args)
         last = self._shelf.last
         if last is None or not has_signature(args, last[0]):
             key = signature(args)
             found = self._for(key, args)
-            if found is None:
-                return self._run_unscheduled(args)
+            if found is None:  # it is unscheduled from now on
+                return self._call(args)
             self._shelf.last = last = (key, *found)
         given = list(args)
         args.clear()
-        tell = self.listener(given) if self.listener is not None else None
-        _, bound, sizes = last
+        _, bound, symbols = last
         forwards = self.setting.forwards
-        counted = forwards.saved is not None
-        origin = forwards.origin(given) if counted and self.kind == "backward" else None
-        results = bound.run(given, sizes, origin)
-        if counted and self.kind == "forward":
-            forwards.note(results, given, bound.kept)
-        if tell is not None:
-            tell(results)
+        origin = forwards.origin(given) if self.kind == "backward" else None
+        results = bound.run(given, symbols, origin)
+        if self.kind == "forward":
+            forwards.note(results)
         return results
 
     @property
@@ -194,35 +176,20 @@ class CompiledGraph:
             with DisableAutocast():  # Note [Autocast is in the graph]
                 self._bind(self._traced, self._imported())
 
-    @property
-    def serial(self) -> Program:
-        """The Program of the sizes that were traced, as it is imported; nothing is bound."""
-        return self._imported()[0].program
-
     def close(self) -> None:
         """Frees its bound Programs; a later call makes them anew."""
         self._shelf.clear()
 
     def _suits_inductor(self) -> bool:
         """Returns True if Inductor suits a graph with symbols best: nothing is there to overlap."""
-        options, device = self.setting.options, placed(self.setting.device)
-        regions = with_regions(options, device)[0].regions
+        options, device = self.setting.options, torch.device(self.setting.device)
+        regions = with_regions(options, device.type)[0].regions
         return (
             regions == "inductor"
             and not options.graph
             and not any(communications(self.graph))
             and not any(map(draws_random_numbers, self.graph.nodes))
         )
-
-    def _run_unscheduled(self, args: list[Any]) -> list[Any]:
-        if self._run is None:
-            self._shelf.clear()
-            self._run = boxed_nop(self._gm, [])
-        tell = self.listener(list(args)) if self.listener is not None else None
-        results = self._run(args)
-        if tell is not None:
-            tell(results)
-        return results
 
     def _for(
         self, key: Hashable, args: Sequence[object]
@@ -236,39 +203,39 @@ class CompiledGraph:
         if self.setting.options.graph and self._captured < MOST_CAPTURED:
             self._captured += 1
             return self._bind(key, self._imported(args), "CUDA graphs are for one size"), None
-        found, sizes, why = None, None, self._single
+        found, symbols, why = None, None, self._single
         try:
-            sizes = self._symbols.values(args)
-            found = self._shelf.fitting(sizes)
+            symbols = self._symbols.values(args)
+            found = self._shelf.fitting(symbols)
             if found is None and not why:
-                found = self._bind(("class", key), self._imported(sizes=sizes), sizes=sizes)
+                imported = self._imported(symbols=symbols)
+                found = self._bind(("class", key), imported, symbols=symbols)
                 why = self._single = found.executor.single
         except SizeError as error:
             why = str(error)
-            if sizes is not None:  # else it is of this call
+            if symbols is not None:  # else it is of this call
                 self._single = why
         if found is None or found.executor.sizes == found.executor.sizes.alone():
             self._unscheduled = "" if any(communications(self.graph)) else UNCLASSED
         if self._unscheduled:
-            log.info("%s %s: %s", self.kind, self._unscheduled, why or f"it was for {sizes}")
+            log.info("%s %s: %s", self.kind, self._unscheduled, why or f"it was for {symbols}")
             return None
-        return found or self._bind(key, self._imported(args), why, sizes), sizes
+        return found or self._bind(key, self._imported(args), why, symbols), symbols
 
     def _bind(
         self,
         key: Hashable,
         given: tuple[Imported, Teams],
         why: str = "",
-        sizes: Mapping[str, int] | None = None,
+        symbols: Mapping[str, int] | None = None,
     ) -> Bound:
         """Binds an imported Program with the other ranks, and keeps it under this key; `why` it is
-        for one size alone, if it is; `sizes` are TorchDynamo's symbols, where there are some."""
+        for one size alone, if it is; `symbols` are TorchDynamo's, where there are some."""
         began, (imported, teams) = time.perf_counter(), given
         groups = teams.process_groups()
         bound = bind(self.kind, imported, groups, self.setting.options, self.setting.device)
         named = bound.executor.sizes
-        bound.at.update(sizes or {})
-        bound.about_sizes[:] = _about_sizes(self.bound, why or bound.executor.single)
+        bound = replace(bound, why_single=why or bound.executor.single, symbols=symbols or {})
         sites, took = bound.program.sites, time.perf_counter() - began
         log.info(
             "bound %s%s: %d of %d communications overlapped, %d ops, in %.3f s%s",
@@ -278,24 +245,21 @@ class CompiledGraph:
             len(sites),
             len(bound.program.ops),
             took,
-            "".join(f"; {told}" for told in bound.about_sizes),
+            f"; for these sizes alone: {bound.why_single}" if bound.why_single else "",
         )
         self._shelf.put(key, bound, list(groups.values()))
         return bound
 
-    def _teams(self) -> Teams:
-        return Teams.of_torch(self.setting.meshes, self.setting.options.timeout_s)
-
     def _imported(
-        self, args: Sequence[object] | None = None, sizes: Mapping[str, int] | None = None
+        self, args: Sequence[object] | None = None, symbols: Mapping[str, int] | None = None
     ) -> tuple[Imported, Teams]:
         """The serial Program with its calling convention, and the teams that it names: for these
         arguments' sizes, for the class of these sizes, or for the sizes that were traced."""
-        teams, labels = self._teams(), self.setting.labels
+        teams, labels = Teams.of_torch(self.setting.meshes), self.setting.labels
         values = (
             None if args is None or signature(args) == self._traced else propagate(self._gm, args)
         )
         found = import_graph(
-            self._gm, name=self.kind, teams=teams, labels=labels, values=values, sizes=sizes
+            self._gm, name=self.kind, teams=teams, labels=labels, values=values, sizes=symbols
         )
         return found, teams

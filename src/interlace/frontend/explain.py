@@ -40,8 +40,7 @@ from interlace.frontend.importing.exchanges import communications
 from interlace.frontend.importing.nodes import location
 from interlace.ir import Program, Site
 from interlace.ir.program import communication_in_words
-from interlace.passes import lower
-from interlace.passes.strategies.choose import candidates
+from interlace.passes import candidates, lower
 from interlace.torch_private.dynamo import OptimizedModule, innermost_fn
 from interlace.trace import Run
 from interlace.trace.figures import site_figures
@@ -61,10 +60,9 @@ def explain(model: Callable[..., object] | Program, *, why: bool = False) -> str
     graphs, texts = graphs_of(model), list[str]()
     if not graphs:
         return none_of(model)
-    groups = [list(found) for _, found in itertools.groupby(graphs, key=_origin)]
+    groups = [list(group) for _, group in itertools.groupby(graphs, lambda g: id(g.setting.origin))]
     for number, group in enumerate(groups, 1):
-        origin = group[0].setting.origin
-        if origin is not None and not isinstance(model, Compiled):
+        if (origin := group[0].setting.origin) is not None:
             texts.append(f"graph {number} of {len(groups)}: {origin.name}")
         texts.append(explain_graphs(group, why))
     return "\n\n".join([*texts, *(_hints(graphs) if why else ())])
@@ -119,11 +117,7 @@ def graphs_of(model: object) -> list[CompiledGraph]:
     return [graph for graph, origin in known if origin is not None and origin.is_of(wanted)]
 
 
-def _origin(graph: CompiledGraph) -> int:
-    return id(graph.setting.origin)
-
-
-def _plain(model: Any) -> Any:
+def _plain(model: Any) -> object:
     """Model or function that torch.compile or interlace.compile was given."""
     if isinstance(model, Compiled):
         return model.fn
@@ -157,13 +151,10 @@ def _hints(graphs: Sequence[CompiledGraph]) -> Iterator[str]:
             "outside of it (wrap the compiled module in DDP, not the other way round), and so does "
             "what comes after a graph break; in a world of one rank there is nothing to send"
         )
-    origins = [graph.setting.origin for graph in graphs]
-    breaks = dict.fromkeys(origin.ended for origin in origins if origin and origin.ended)
-    if breaks:
-        listed = "".join(f"\n  {ended}" for ended in breaks)
+    if any(graph.setting.origin and graph.setting.origin.ended for graph in graphs):
         yield (
             "a communication overlaps only with computation of its own graph, and a graph ends at "
-            f"each of these graph breaks:{listed}"
+            "a graph break"
         )
 
 
@@ -185,29 +176,28 @@ def explain_graphs(graphs: Iterable[CompiledGraph], why: bool = False) -> str:
     return "\n\n".join(texts)
 
 
-def explain_program(program: Program, why: bool = False, measured: Timeline | None = None) -> str:
+def explain_program(program: Program, why: bool = False) -> str:
     """The sites and remarks of a Program; without sites, how much communication it has."""
+    head = _head(program.name, program.sites, why)
     if not program.sites and (found := communication_in_words(program)):
-        return "\n".join(
-            [f"{program.name}: it states no sites; it has {found}", *_sites(program, why, measured)]
-        )
-    return "\n".join([_head(program.name, program.sites, why), *_sites(program, why, measured)])
+        head = f"{program.name}: it states no sites; it has {found}"
+    return "\n".join([head, *_sites(program, why)])
 
 
 def _one(bound: Bound, why: bool) -> str:
-    program = bound.program
-    verdict = "sound" if bound.report.sound else "unsound"
-    sizes = f" where {bound.executor.sizes}" if bound.executor.sizes.sizes else ""
+    program, sizes = bound.program, bound.executor.sizes
+    head = [_head(bound.kind, program.sites, why), "sound" if bound.report.sound else "unsound"]
     found = candidates(bound.serial, bound.executor.options, bound.machine)
     lines = _sites(program, why, bound.measured, found)
-    lines += [f"  sizes: {told}" for told in bound.about_sizes]
-    return "\n".join([f"{_head(bound.kind, program.sites, why)}, {verdict}{sizes}", *lines])
+    if bound.why_single:
+        lines.append(f"  sizes: for these sizes alone: {bound.why_single}")
+    return "\n".join([", ".join(head) + (f" where {sizes}" if sizes.sizes else ""), *lines])
 
 
 def _sites(
     program: Program,
     why: bool,
-    measured: Timeline | None,
+    measured: Timeline | None = None,
     found: Mapping[int, Sequence[Estimate]] | None = None,
 ) -> list[str]:
     lines: list[str] = []
@@ -215,23 +205,21 @@ def _sites(
     for site, row in zip(sites, _columns([_row(s, measured) for s in sites]), strict=True):
         lines.append(row)
         if found and site.id in found:
-            lines.append(f"       {', '.join(map(told, found[site.id]))}")
+            lines.append(f"       {', '.join(map(_candidate, found[site.id]))}")
     ids = {site.id for site in sites}
     for remark in program.remarks:
-        if why and remark.site not in ids and remark.pass_name != "frontend":
-            continue
-        place = "" if remark.site is None else f" (site {remark.site})"
-        lines.append(f"  {remark.pass_name}{place}: {remark.text}")
+        if not why or remark.site in ids or remark.pass_name == "frontend":
+            place = "" if remark.site is None else f" (site {remark.site})"
+            lines.append(f"  {remark.pass_name}{place}: {remark.text}")
     return lines
 
 
 def _unbound(graph: CompiledGraph) -> str:
     """Describes a graph that has no Program, or none yet."""
-    nodes = communications(graph.graph)
+    strategy = "serial" if graph.unscheduled else ""
     rows = [
-        (str(i), kind, str(location(node)) or "-", "serial" if graph.unscheduled else "")
-        for i, node in enumerate(nodes, 1)
-        for _, kind, _ in [str(node.target).split(".")]
+        (str(i), str(node.target).split(".")[1], str(location(node)) or "-", strategy)
+        for i, node in enumerate(communications(graph.graph), 1)
     ]
     state = graph.unscheduled or "not bound now: it is when it is called, or was and was freed"
     return "\n".join([f"{_count(graph.kind, len(rows))}, {state}", *_columns(rows)])
@@ -246,12 +234,10 @@ def _count(kind: str, count: int) -> str:
     return f"{kind}: {count} communication{'' if count == 1 else 's'}"
 
 
-def told(estimate: Estimate) -> str:
+def _candidate(estimate: Estimate) -> str:
     """A candidate and its times, predicted and measured."""
-    text = f"{estimate.label} {estimate.predicted_ms:.3f} ms"
-    if estimate.measured_ms is not None:
-        return f"{text} (measured {estimate.measured_ms:.3f})"
-    return text
+    measured = "" if estimate.measured_ms is None else f" (measured {estimate.measured_ms:.3f})"
+    return f"{estimate.label} {estimate.predicted_ms:.3f} ms{measured}"
 
 
 def _row(site: Site, measured: Timeline | None) -> tuple[str, ...]:
@@ -268,8 +254,6 @@ def _row(site: Site, measured: Timeline | None) -> tuple[str, ...]:
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    if not rows:
-        return []
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True) if w).rstrip()

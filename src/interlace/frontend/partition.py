@@ -65,8 +65,6 @@ class Partition:
     machine: Machine | None = None
     timeout_s: float | None = None
     """Seconds that ranks wait for one another to decide alike; None: as process groups do."""
-    alone: bool = False
-    """True if no peer can be asked: all are taken to decide as this rank does."""
     places: KnownPlaces = field(default_factory=KnownPlaces, compare=False)
 
     def __call__(
@@ -95,7 +93,7 @@ class Partition:
                 if needed and not any("recompute" in other.meta for other in moved):
                     found.append((node, moved))
         wanted = [self._wanted(node, moved) for node, moved in found]
-        if found and not self.alone:  # also where the option of this rank says what to do
+        if found:  # also where the option of this rank says what to do
             places = [location(node).module for node, _ in found]
             wishes = [(group_of(node), wish) for (node, _), wish in zip(found, wanted, strict=True)]
             wanted = self.places.decided(
@@ -148,7 +146,7 @@ def keep_overwritten(graph: fx.Graph) -> None:
 def merge_gathers(graph: fx.Graph) -> None:
     """Has backward use what forward gathers, where its code gathers the same: policy says then
     whether that is done again. Torch merges equal nodes too, but from 2.15 on not these."""
-    known: dict[Any, fx.Node] = {}
+    known: dict[object, fx.Node] = {}
     for node in [node for node in graph.nodes if str(node.target) in GATHERS]:
         first = known.setdefault((node.target, node.args), node)
         if first is node or _forward(node):
@@ -227,7 +225,7 @@ def _saved_rank(node: object) -> int:
     return int(getattr(value, "real_obj", None) is not None)
 
 
-def _opaque(node: fx.Node) -> Any:
+def _opaque(node: fx.Node) -> object:
     return getattr(node.meta.get("val"), "real_obj", None)
 
 

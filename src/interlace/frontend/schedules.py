@@ -29,7 +29,7 @@ from interlace.ir.sizes import deciding
 from interlace.ir.text.load import load, read
 from interlace.ir.text.printer import Printer, print_program
 from interlace.options import Options
-from interlace.runtime.prepare.agreement import digest, essence, in_one_line, program_rank
+from interlace.runtime.prepare.agreement import digest, essence, program_rank
 from interlace.trace.tracks import write_whole
 from interlace.verify import check
 
@@ -96,9 +96,8 @@ def unsound(
     """The error of a Program that was read from a file, with the lines of the file: what ranks
     agree on has lost them."""
     report = check(program, in_order=options.in_order)
-    text, told_by = str(error) if report.sound else str(report), error.told_by
-    whole = f"unsound:\n{text}" if told_by is None else in_one_line(text, told_by)
-    return SoundnessError(f"{path} is {whole}", report.errors or error.findings, told_by)
+    text = str(error) if report.sound else str(report)
+    return SoundnessError(f"{path} is unsound:\n{text}", report.errors or error.findings)
 
 
 def scheduled(
@@ -111,9 +110,13 @@ def scheduled(
     return _find(kind, graph, program_rank(graph, groups), Path(options.schedules))
 
 
-def text_of(graph: Program, written: Program | None) -> tuple[str, str]:
-    """Digests that ranks compare: of a graph, and of the Program that a file has for it."""
-    return (key_of(graph), digest(print_program(essence(written)))) if written else ("", "")
+def texts_by_graph(graph: Program, written: Program | None) -> dict[str, str]:
+    """Digest of the Program that a file has for a graph, by that of the graph."""
+    return (
+        {f"{graph.name}-{key_of(graph)}.ilc": digest(print_program(essence(written)))[:DIGITS]}
+        if written
+        else {}
+    )
 
 
 def key_of(graph: Program) -> str:

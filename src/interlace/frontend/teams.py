@@ -6,8 +6,8 @@ every rank and the verifier can put the ranks together:
 
     def forward(dp: Team[2], tp: Team[2], x: f32[4, 8]): ...
 
-A DeviceMesh says how all ranks are grouped. For process groups made by hand each rank knows only
-its own, so the ranks that they connect tell each other, in one meeting (`learn_groups`).
+A DeviceMesh says how all ranks are grouped. Of a process group made by hand each rank knows only
+its own, which is enough where no other team joins its ranks to further ones.
 
 Ranks decide alike on what each would decide by its own sizes. With uneven shards the ranks' matmuls
 take different times, so near a threshold one rank would gather again in backward and another not.
@@ -18,8 +18,10 @@ They tell each other through the store, in bounded time, and do what all want:
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -27,10 +29,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.comm import limit_s, team_of
-from interlace.comm.rendezvous.board import Note
 from interlace.comm.teams import group_of_mesh
 from interlace.errors import AgreementError, TeamError
-from interlace.ir import Team, Where
+from interlace.ir import Program, Team
 from interlace.runtime.prepare.agreement import gather
 from interlace.torch_private import resolve_process_group
 
@@ -41,12 +42,10 @@ Wish = tuple[ProcessGroup | str, bool]
 
 @dataclass(frozen=True, slots=True)
 class KnownTeam:
-    """A team as this rank knows it: its name, and the groups of global ranks."""
+    """A team as this rank knows it: its name, and the groups of global ranks that it knows of."""
 
     name: str
     groups: Groups
-    complete: bool
-    """True if `groups` lists every rank's group; else it has only this rank's."""
 
     @property
     def size(self) -> int:
@@ -57,34 +56,22 @@ class KnownTeam:
 class Teams:
     """Names the process groups of one graph; collects those it uses."""
 
-    def __init__(
-        self,
-        rank: int,
-        find: Callable[[str], KnownTeam],
-        given: bool = False,
-        timeout_s: float | None = None,
-    ) -> None:
-        """`given` outright, teams need not be learnt, and have no process groups."""
+    def __init__(self, rank: int, find: Callable[[str], KnownTeam]) -> None:
         self.rank, self._find = rank, find
-        self._given, self._timeout_s = given, timeout_s
         self._used: dict[str, KnownTeam] = {}
 
     @classmethod
-    def of_torch(cls, meshes: Iterable[DeviceMesh] = (), timeout_s: float | None = None) -> Teams:
+    def of_torch(cls, meshes: Iterable[DeviceMesh] = ()) -> Teams:
         """The teams of torch.distributed in this process; `meshes` name them."""
         if not (dist.is_available() and dist.is_initialized()):
-            return cls(0, _no_groups, given=True)
+            return cls(0, _no_groups)
         axes = mesh_axes(meshes)
-        return cls(
-            dist.get_rank(),
-            lambda group: axes.get(group) or _plain_group(group),
-            timeout_s=timeout_s,
-        )
+        return cls(dist.get_rank(), lambda group: axes.get(group) or _plain_group(group))
 
     @classmethod
     def of(cls, groups: Mapping[str, tuple[str, Groups]], rank: int = 0) -> Teams:
         """Teams given outright: group name to (team name, groups of global ranks)."""
-        return cls(rank, lambda group: KnownTeam(*groups[group], complete=True), given=True)
+        return cls(rank, lambda group: KnownTeam(*groups[group]))
 
     def team(self, group: str | ProcessGroup) -> Team:
         """The team of a process group, or of its name."""
@@ -110,16 +97,29 @@ class Teams:
 
     def used(self) -> tuple[tuple[Team, ...], tuple[int, ...] | None]:
         """The Teams of the Program, and its ranks: all that its collectives connect to this one."""
+        ranks = self._connected()
+        if any(team.size > 1 and ranks.difference(*team.groups) for team in self._used.values()):
+            axes = mesh_axes(_live_meshes())  # code may hold a mesh that no argument has
+            for group in self._used.keys() & axes.keys():
+                self._used[group] = replace(self._used[group], groups=axes[group].groups)
+            ranks = self._connected()
         known = [team for team in self._used.values() if team.size > 1]
-        if not self._given and len(known) > 1 and not all(k.complete for k in known):
-            learnt = learn_groups(known, self.process_groups(), self._timeout_s)
-            known = [replace(k, groups=g) for k, g in zip(known, learnt, strict=True)]
-        ranks = connected(self.rank, [team.groups for team in known])
+        for team in known:
+            if unknown := ranks.difference(*team.groups):
+                raise TeamError(
+                    f"a graph communicates in {', '.join(other.name for other in known)}, which "
+                    f"join ranks {sorted(ranks)}, and {team.name} is a process group made by hand: "
+                    f"this rank does not know that of rank {min(unknown)}. fix: take all of them "
+                    "from one DeviceMesh"
+                )
         teams = tuple(
             Team(team.name, team.size, tuple(g for g in team.groups if set(g) <= ranks))
             for team in known
         )
         return as_axes(teams, tuple(sorted(ranks)))
+
+    def _connected(self) -> set[int]:
+        return connected(self.rank, [team.groups for team in self._used.values() if team.size > 1])
 
 
 def connected(rank: int, groupings: Iterable[Groups]) -> set[int]:
@@ -144,8 +144,7 @@ def as_axes(
     ordered = sorted(teams, key=lambda team: -step[team.name])
     axes = tuple(Team(team.name, team.size) for team in ordered)
     try:
-        for rank in ranks:
-            implied = Where.of(rank, axes, ranks=ranks)
+        for implied in Program(teams=axes, ranks=ranks).wheres(ranks):
             for team in teams:
                 if implied.member(team.name).ranks not in (team.groups or ()):
                     return teams, shown
@@ -165,14 +164,21 @@ def mesh_axes(meshes: Iterable[DeviceMesh]) -> dict[str, KnownTeam]:
     return found
 
 
+def _live_meshes() -> Iterator[DeviceMesh]:
+    """The meshes of this process whose process groups are there."""
+    for each in gc.get_objects():
+        if issubclass(type(each), DeviceMesh):
+            with contextlib.suppress(TeamError):
+                mesh_axes([each])
+                yield each
+
+
 def _axis(mesh: DeviceMesh, dim: int) -> tuple[str, KnownTeam]:
     names = mesh.mesh_dim_names
     name = names[dim] if names else ("world" if mesh.ndim == 1 else f"axis_{dim}")
     size = mesh.size(dim)
     rows = mesh.mesh.movedim(dim, -1).reshape(-1, size).tolist()
-    groups = tuple(tuple(row) for row in rows)
-    complete = len({rank for row in groups for rank in row}) == dist.get_world_size()
-    return group_of_mesh(mesh, dim).group_name, KnownTeam(name, groups, complete)
+    return group_of_mesh(mesh, dim).group_name, KnownTeam(name, tuple(map(tuple, rows)))
 
 
 def _plain_group(name: str) -> KnownTeam:
@@ -181,7 +187,7 @@ def _plain_group(name: str) -> KnownTeam:
     whole = len(ranks) == dist.get_world_size()
     described = str(getattr(group, "group_desc", "")).removeprefix("mesh_")
     plain = described.isidentifier() and described not in ("undefined", "default_pg")
-    return KnownTeam(described if plain else "world" if whole else "team", (ranks,), whole)
+    return KnownTeam(described if plain else "world" if whole else "team", (ranks,))
 
 
 def _no_groups(name: str) -> KnownTeam:
@@ -189,44 +195,6 @@ def _no_groups(name: str) -> KnownTeam:
         f"the graph communicates in process group {name!r}, but torch.distributed is not "
         "initialised: call torch.distributed.init_process_group first"
     )
-
-
-def learn_groups(
-    teams: Sequence[KnownTeam], groups: Mapping[str, ProcessGroup], timeout_s: float | None = None
-) -> list[Groups]:
-    """Returns every group of each team that is connected to this rank: all of these ranks tell
-    theirs. One that does not come costs a bounded wait and an error that names it, not a hang."""
-    limit, me = limit_s(timeout_s, groups.values()), dist.get_rank()
-    joined = {team_of(groups[team.name], team.name, limit) for team in teams}
-    note: Note = {
-        "step": "learn which process groups there are for",
-        "name": ", ".join(team.name for team in teams),
-        "groups": [next(group for group in team.groups if me in group) for team in teams],
-    }
-    entries = gather(note, sorted(joined, key=lambda team: team.key), limit)
-    first = min(entries)
-    for rank, entry in sorted(entries.items()):
-        if len(entry["groups"]) != len(entries[first]["groups"]):
-            counts = [len(entries[each]["groups"]) for each in (first, rank)]
-            raise AgreementError(
-                f"a graph uses {counts[0]} process groups on rank {first} and {counts[1]} on rank "
-                f"{rank}: every rank must compile the same model. {SAME_ORDER}"
-            )
-    told = [entry["groups"] for entry in entries.values()]
-    found = [tuple(sorted({tuple(each[i]) for each in told})) for i in range(len(told[0]))]
-    for number, listed in enumerate(found):
-        ranks = [rank for group in listed for rank in group]
-        twice = next((rank for rank in ranks if ranks.count(rank) > 1), None)
-        if twice is not None:
-            both = " and ".join(str(list(group)) for group in listed if twice in group)
-            raise AgreementError(
-                f"process group number {number + 1} of a graph is {both} on different ranks, which "
-                f"share rank {twice}. {SAME_ORDER}"
-            )
-    return found
-
-
-SAME_ORDER = "fix: use the process groups in the same order on all ranks, or a DeviceMesh"
 
 
 def consent_of_ranks(
@@ -242,22 +210,25 @@ def consent_of_ranks(
     subject of the agreement, for messages.
     """
     agreed = [wish for _, wish in wishes]
-    if not (dist.is_available() and dist.is_initialized()):
+    if not (wishes and dist.is_available() and dist.is_initialized()):
         return agreed
     groups = [_process_group(group) if isinstance(group, str) else group for group, _ in wishes]
     limit = limit_s(timeout_s, groups)
     teams = [team_of(group, "", limit) for group in groups]
     digest = hashlib.sha256(" ".join(places).encode()).hexdigest()[:16]
-    for team in sorted({*teams}, key=lambda team: team.key):  # in an order that all ranks share
-        mine = [i for i, own in enumerate(teams) if own is team]
-        told = {"graph": digest, "wishes": [agreed[i] for i in mine]}
-        for rank, note in zip(team.ranks, team.consult(what, told, limit), strict=True):
-            if (note["graph"], len(note["wishes"])) != (digest, len(mine)):
+    own = {team.key: [i for i, of in enumerate(teams) if of is team] for team in {*teams}}
+    told = {key: [digest, [agreed[i] for i in places_of]] for key, places_of in own.items()}
+    met = sorted({*teams}, key=lambda team: team.key)
+    entries = gather({"step": "agree on", "name": what, "wishes": told}, met, limit)
+    for rank, entry in sorted(entries.items()):
+        for key in entry["wishes"].keys() & own.keys():
+            graph, theirs = entry["wishes"][key]
+            if (graph, len(theirs)) != (digest, len(own[key])):
                 raise AgreementError(
-                    f"rank {rank} compiles another graph than rank {team.rank}, where ranks decide "
-                    f"{what}: compile the same model on every rank of a process group"
+                    f"rank {rank} compiles another graph than rank {dist.get_rank()}, where ranks "
+                    f"decide {what}: compile the same model on every rank of a process group"
                 )
-            for i, wish in zip(mine, note["wishes"], strict=True):
+            for i, wish in zip(own[key], theirs, strict=True):
                 agreed[i] = agreed[i] and wish
     return agreed
 

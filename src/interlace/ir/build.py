@@ -28,7 +28,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypedDict, Unpack, cast
+from typing import Any, Protocol, TypedDict, Unpack, cast
 
 from interlace.errors import ProgramError
 from interlace.ir.ops import (
@@ -48,7 +48,7 @@ from interlace.ir.ops import (
     Recv,
     Send,
 )
-from interlace.ir.program import Node, Program, Region, Remark, Site
+from interlace.ir.program import Program, Site
 from interlace.ir.roles import TEAM, Form, form_of, op_words
 from interlace.ir.sizes import FIXED, Int, NamedSize, Size, SizeClass, named
 from interlace.ir.text.printer import print_view
@@ -97,16 +97,7 @@ def program(
     return Builder(name, tuple(teams), None if ranks is None else tuple(ranks), lines)
 
 
-class TorchDType(Protocol):
-    """A `torch.dtype`, in words that do without torch."""
-
-    @property
-    def is_floating_point(self) -> bool: ...
-    @property
-    def itemsize(self) -> int: ...
-
-
-ElementType = DType | str | TorchDType
+ElementType = DType | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +154,7 @@ class Handle(Steps):
 
 
 def element_type(dtype: ElementType) -> DType:
-    """An element type by its name, such as `"bf16"`, or as a dtype of torch."""
+    """An element type by its name, such as `"bf16"` or `"torch.bfloat16"`."""
     name = str(dtype).removeprefix("torch.")
     try:
         return DType(_OF_TORCH.get(name, name))
@@ -184,6 +175,26 @@ Viewed = Handle | View
 TeamOrName = Team | str | None
 
 
+class BufferOptions(TypedDict, total=False):
+    """Strides in elements, where they are not row-major."""
+
+    strides: Sequence[int] | None
+
+
+class ParamOptions(BufferOptions, total=False):
+    """The same, with the team of a registered tensor."""
+
+    registered: TeamOrName
+
+
+class AllocOptions(BufferOptions, total=False):
+    """The same, with the team of a symmetric buffer, and a place in a storage."""
+
+    symmetric: TeamOrName
+    storage: str | None
+    offset: int
+
+
 class TeamOptions(TypedDict, total=False):
     """Who takes part, and what moves the bytes."""
 
@@ -199,18 +210,12 @@ class CollectiveOptions(TeamOptions, total=False):
     root: Index | None
 
 
-CollectiveName = Literal[
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "broadcast",
-    "all_to_all",
-    "gather",
-    "scatter",
-    "reduce",
-    "barrier",
-]
-"""The names in `KINDS`."""
+class CollectiveMethod(Protocol):
+    """A method that adds a collective."""
+
+    def __call__(
+        self, src: Viewed, dst: Viewed | None = None, **how: Unpack[CollectiveOptions]
+    ) -> None: ...
 
 
 class SiteOptions(TypedDict, total=False):
@@ -246,9 +251,7 @@ class Builder:
         self.sizes: SizeClass = FIXED
         """The named sizes, and which values of them the Program is for."""
         self.params: list[Buffer] = []
-        self.regions: list[Region] = []
         self.sites: list[Site] = []
-        self.remarks: list[Remark] = []
         self.results: tuple[Arg, ...] | None = None
         self._program: Program | None = None
 
@@ -292,9 +295,7 @@ class Builder:
                 params=tuple(self.params),
                 ops=tuple(self.ops),
                 results=self.results,
-                regions=tuple(self.regions),
                 sites=tuple(self.sites),
-                remarks=tuple(self.remarks),
                 ranks=self.ranks,
             )
         )
@@ -316,84 +317,45 @@ class Builder:
         return table
 
     def input(
-        self,
-        name: str,
-        dtype: ElementType,
-        shape: Sequence[Dim],
-        *,
-        strides: Sequence[int] | None = None,
-        registered: TeamOrName = None,
+        self, name: str, dtype: ElementType, shape: Sequence[Dim], **how: Unpack[ParamOptions]
     ) -> Handle:
         """A tensor that the caller gives.
 
         With `registered` it is the same tensor in every run, which peers of that team read and
         write where it lies.
         """
-        return self._param(self._buffer(name, dtype, shape, "input", strides, registered))
+        return self._param("input", name, dtype, shape, **how)
 
     def output(
-        self,
-        name: str,
-        dtype: ElementType,
-        shape: Sequence[Dim],
-        *,
-        strides: Sequence[int] | None = None,
-        registered: TeamOrName = None,
+        self, name: str, dtype: ElementType, shape: Sequence[Dim], **how: Unpack[ParamOptions]
     ) -> Handle:
         """A tensor that a run fills and returns; `registered` as for inputs."""
-        return self._param(self._buffer(name, dtype, shape, "output", strides, registered))
+        return self._param("output", name, dtype, shape, **how)
 
     def alloc(
-        self,
-        name: str,
-        dtype: ElementType,
-        shape: Sequence[Dim],
-        *,
-        symmetric: TeamOrName = None,
-        strides: Sequence[int] | None = None,
-        storage: str | None = None,
-        offset: int = 0,
+        self, name: str, dtype: ElementType, shape: Sequence[Dim], **how: Unpack[AllocOptions]
     ) -> Handle:
         """Memory of the Executor's; with `symmetric`, present on every rank of that team."""
-        kind = "local" if symmetric is None else "symmetric"
-        placed = {"storage": storage, "offset": offset}
-        buffer = self._buffer(name, dtype, shape, kind, strides, symmetric, **placed)
-        self.add(Alloc, buffer=buffer)
-        return self.handle(buffer)
+        team = how.pop("symmetric", None)
+        kind = "local" if team is None else "symmetric"
+        return self._alloc(self._buffer(kind, name, dtype, shape, team, **how))
 
     def empty(
-        self,
-        name: str,
-        dtype: ElementType,
-        shape: Sequence[Dim],
-        *,
-        strides: Sequence[int] | None = None,
+        self, name: str, dtype: ElementType, shape: Sequence[Dim], **how: Unpack[BufferOptions]
     ) -> Handle:
         """Memory that torch allocates in every run: the only kind that may be returned."""
-        buffer = self._buffer(name, dtype, shape, "fresh", strides)
-        self.add(Alloc, buffer=buffer)
-        return self.handle(buffer)
+        return self._alloc(self._buffer("fresh", name, dtype, shape, **how))
 
     def fresh(
-        self,
-        name: str,
-        dtype: ElementType,
-        shape: Sequence[Dim],
-        *,
-        strides: Sequence[int] | None = None,
+        self, name: str, dtype: ElementType, shape: Sequence[Dim], **how: Unpack[BufferOptions]
     ) -> Handle:
         """A buffer that a call will make itself: give it to one call's `out=`, then use it."""
-        buffer = self._buffer(name, dtype, shape, "fresh", strides)
-        self.pending[buffer.name] = buffer
+        buffer = self.pending[name] = self._buffer("fresh", name, dtype, shape, **how)
         return self.handle(buffer)
 
     def returns(self, *results: object) -> None:
         """Sets what a run returns instead of the outputs: handles, numbers and None."""
         self.results = tuple(map(self.arg, results))
-
-    def remark(self, pass_name: str, text: str, site: int | None = None) -> None:
-        """A note that `explain` prints."""
-        self.remarks.append(Remark(pass_name, text, site))
 
     def stream(self, name: str) -> AbstractContextManager[str]:
         """The ops inside run on that stream."""
@@ -418,13 +380,6 @@ class Builder:
         number = max((site.id for site in self.sites), default=0) + 1
         self.sites.append(Site(id=number, kind=kind, module=module, **how))
         return self._holding("current_site", number)
-
-    @contextmanager
-    def region(self, name: str, *inputs: str) -> Generator[RegionBuilder]:
-        """A group of aten calls that runs as one; `p.call(name, ...)` calls it."""
-        region = RegionBuilder(name, inputs)
-        yield region
-        self.regions.append(Region(name, inputs, tuple(region.body), region.outputs))
 
     def add(self, kind: type[Op], /, **given: object) -> None:
         """An op of any kind; its fields may be handles, teams and tables.
@@ -621,42 +576,22 @@ class Builder:
     ) -> None:
         """The stream waits for a signal of a peer."""
 
-    def collective(
-        self,
-        kind: CollectiveName,
-        src: Viewed | None = None,
-        dst: Viewed | None = None,
-        **how: Unpack[CollectiveOptions],
-    ) -> None:
-        """A collective of any kind; `team` may be left out where there is only one."""
-
-    def all_gather(self, src: Viewed, dst: Viewed, **how: Unpack[CollectiveOptions]) -> None:
-        """Every rank's `src`, in order of ranks, into every rank's `dst`."""
-
-    def reduce_scatter(self, src: Viewed, dst: Viewed, **how: Unpack[CollectiveOptions]) -> None:
-        """Part r of every rank's `src`, reduced (default: summed), into rank r's `dst`."""
-
-    def all_reduce(
-        self, src: Viewed, dst: Viewed | None = None, **how: Unpack[CollectiveOptions]
-    ) -> None:
-        """Every rank's `src`, reduced (default: summed), into each `dst` (default: `src`)."""
-
-    def broadcast(
-        self, src: Viewed, dst: Viewed | None = None, **how: Unpack[CollectiveOptions]
-    ) -> None:
-        """The `src` of the root (default: 0) into every rank's `dst` (default: `src`)."""
-
-    def all_to_all(self, src: Viewed, dst: Viewed, **how: Unpack[CollectiveOptions]) -> None:
-        """Part r of this rank's `src` into this rank's part of rank r's `dst`."""
-
-    def gather(self, src: Viewed, dst: Viewed, **how: Unpack[CollectiveOptions]) -> None:
-        """Every rank's `src`, in order of ranks, into the `dst` of the root (default: 0)."""
-
-    def scatter(self, src: Viewed, dst: Viewed, **how: Unpack[CollectiveOptions]) -> None:
-        """Part r of the `src` of the root (default: 0) into rank r's `dst`."""
-
-    def reduce(self, src: Viewed, dst: Viewed, **how: Unpack[CollectiveOptions]) -> None:
-        """Every rank's `src`, reduced (default: summed), into the root's `dst`."""
+    all_gather: CollectiveMethod
+    """Every rank's `src`, in order of ranks, into every rank's `dst`."""
+    reduce_scatter: CollectiveMethod
+    """Part r of every rank's `src`, reduced (default: summed), into rank r's `dst`."""
+    all_reduce: CollectiveMethod
+    """Every rank's `src`, reduced (default: summed), into each `dst` (default: `src`)."""
+    broadcast: CollectiveMethod
+    """The `src` of the root (default: 0) into every rank's `dst` (default: `src`)."""
+    all_to_all: CollectiveMethod
+    """Part r of this rank's `src` into this rank's part of rank r's `dst`."""
+    gather: CollectiveMethod
+    """Every rank's `src`, in order of ranks, into the `dst` of the root (default: 0)."""
+    scatter: CollectiveMethod
+    """Part r of the `src` of the root (default: 0) into rank r's `dst`."""
+    reduce: CollectiveMethod
+    """Every rank's `src`, reduced (default: summed), into the root's `dst`."""
 
     def barrier(self, **how: Unpack[TeamOptions]) -> None:
         """No rank's stream goes on before every rank's has come here."""
@@ -677,18 +612,30 @@ class Builder:
             )
         return even
 
-    def _param(self, buffer: Buffer) -> Handle:
-        self.params.append(buffer)
+    def _param(
+        self,
+        kind: str,
+        name: str,
+        dtype: ElementType,
+        shape: Sequence[Dim],
+        **how: Unpack[ParamOptions],
+    ) -> Handle:
+        team = how.pop("registered", None)
+        self.params.append(self._buffer(kind, name, dtype, shape, team, **how))
+        return self.handle(self.params[-1])
+
+    def _alloc(self, buffer: Buffer) -> Handle:
+        self.add(Alloc, buffer=buffer)
         return self.handle(buffer)
 
     def _buffer(
         self,
+        kind: str,
         name: str,
         dtype: ElementType,
         shape: Sequence[Dim],
-        kind: str,
-        strides: Sequence[int] | None,
         team: TeamOrName = None,
+        strides: Sequence[int] | None = None,
         **placed: Any,
     ) -> Buffer:
         if name in self.buffers:
@@ -696,31 +643,6 @@ class Builder:
         team_name = None if team is None else self.team_name(team)
         steps = None if strides is None else tuple(strides)
         return Buffer(name, element_type(dtype), tuple(shape), kind, team_name, steps, **placed)
-
-
-class RegionBuilder:
-    """The body of a region: `x, y = r.inputs`, `t = r.call("aten.mul.Tensor", x, y)`."""
-
-    def __init__(self, name: str, inputs: tuple[str, ...]) -> None:
-        self.name = name
-        self.inputs = tuple(map(Name, inputs))
-        self.body: list[Node] = []
-        self.outputs: tuple[str, ...] = ()
-
-    def call(self, fn: str, *args: Arg, **kwargs: Arg) -> Name:
-        """A call with one result."""
-        return self.calls(1, fn, *args, **kwargs)[0]
-
-    def calls(self, results: int, fn: str, *args: Arg, **kwargs: Arg) -> tuple[Name, ...]:
-        """A call with several results."""
-        first = sum(len(node.outs) for node in self.body)
-        outs = tuple(f"t{first + i}" for i in range(results))
-        self.body.append(Node(outs, fn, args, tuple(kwargs.items())))
-        return tuple(map(Name, outs))
-
-    def returns(self, *values: Name) -> None:
-        """Sets the values that the region returns."""
-        self.outputs = tuple(value.name for value in values)
 
 
 _INSIDE = frozenset({__name__, "contextlib"})
@@ -760,6 +682,8 @@ def _generate() -> None:
         if word not in _BY_HAND:
             stated = getattr(Builder, word, None)
             emit = _emitter(word, form)
+            if stated is None:
+                emit.__doc__ = f"Adds {form.signature.usage(word)}."
             setattr(Builder, word, emit if stated is None else functools.wraps(stated)(emit))
 
 

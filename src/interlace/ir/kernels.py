@@ -136,9 +136,7 @@ def legible(op: Call, spec: Operator) -> bool:
 
 def bias_of(op: Call, spec: Operator) -> Arg:
     """The bias that a matmul of the kernels adds; None without one."""
-    if spec.blocks is not None:
-        return op.args[spec.blocks + 1]
-    return op.args[0] if spec.lhs else None
+    return None if spec.bias is None else op.args[spec.bias]
 
 
 def ill_scaled(op: Call, gathers: bool, rows: Int, ranks: int = 1) -> str:

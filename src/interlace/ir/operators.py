@@ -66,6 +66,8 @@ class Operator:
     """Row i of the result needs row i of the operand alone, so that rows may come in chunks."""
     scaled: bool = False
     """The element type of the result differs from that of the factors."""
+    bias: int | None = None
+    """Matmul of the kernels: index of the bias that it adds."""
     blocks: int | None = None
     """Scaled matmul: index of the argument that counts the equal blocks of rows with one scale
     each; if that is 0, each row has its own."""
@@ -80,17 +82,17 @@ class Operator:
 
 MATMUL_NAMES = {
     "mm": Operator(kind="matmul", into="aten.mm.out", cut=True),
-    "addmm": Operator(kind="matmul", into="aten.addmm.out", lhs=1, rows=(0,), cut=True),
+    "addmm": Operator(kind="matmul", into="aten.addmm.out", lhs=1, rows=(0,), bias=0, cut=True),
     "addmm_": Operator(kind="matmul", lhs=1),
     "bmm": Operator(kind="matmul", into="aten.bmm.out", batched=True, cut=True),
     "baddbmm": Operator(
-        kind="matmul", into="aten.baddbmm.out", lhs=1, rows=(0,), batched=True, cut=True
+        kind="matmul", into="aten.baddbmm.out", lhs=1, rows=(0,), bias=0, batched=True, cut=True
     ),
     "_scaled_mm": Operator(
         kind="matmul", into="aten._scaled_mm.out", rows=(2,), scaled=True, cut=True
     ),
     "float8_mm": Operator(
-        kind="matmul", into="interlace.float8_mm.out", scaled=True, blocks=2, cut=True
+        kind="matmul", into="interlace.float8_mm.out", scaled=True, bias=3, blocks=2, cut=True
     ),
     "_grouped_mm": Operator(kind="matmul", batched=True),
     "matmul": Operator(kind="matmul"),
@@ -169,6 +171,33 @@ BY_NAME: dict[str, Operator] = {
     "aten._print": Operator(kind="effect", why="it writes to the terminal"),
 }
 """Refused operators, by namespace and name (for `indexed`, a prefix of the name)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowScales:
+    """Use of packed FP8 rows, which carry their scale (Note [Packed rows] in float8/data.py)."""
+
+    quantizes: bool = False
+    """The call makes such rows by one maximum, its argument 1; if that is None, each by its own."""
+    moves: bool = False
+    """It only moves rows: those of its operands, one operand after another."""
+    cut: tuple[int, ...] = ()
+    """Arguments that it takes in equal blocks of rows with one scale each; argument 2 counts the
+    blocks, and if that is 0, each row has its own."""
+    whole: tuple[int, ...] = ()
+    """Arguments whose transpose is one such block."""
+
+
+ROW_SCALES: dict[str, RowScales] = {
+    "float8_mm": RowScales(cut=(0,), whole=(1,)),
+    "float8_turn": RowScales(cut=(0, 1)),
+    **dict.fromkeys(("float8_rows", "float8_across", "float8_pair"), RowScales(quantizes=True)),
+    **dict.fromkeys(
+        ("cat", "clone", "contiguous", "alias", "view", "reshape", "_unsafe_view"),
+        RowScales(moves=True),
+    ),
+}
+"""Calls that make, move or multiply packed FP8 rows, by name without namespace and overload."""
 
 _POINTWISE_INTO = frozenset(POINTWISE.values())
 
@@ -289,29 +318,23 @@ def usual(name: str, overload: str) -> Facts:
 
 def _read(name: str, word: str) -> tuple[str, Facts]:
     overload, *parts = word.split(":")
-    facts = usual(name, overload)
-    writes, outs, draws, unless, marks = facts.writes, facts.outs, False, None, set[str]()
-    for part in parts:
-        kind, rest = part[0], part[1:]
-        pairs = [item.partition("=") for item in rest.split(",") if item]
-        if kind == "w":
-            writes = tuple((int(place), word) for place, _, word in pairs)
-        elif kind == "o":
-            outs = tuple(rest[1:].split(",")) if rest[1:] else ()
-        elif kind == "d":
-            draws = True
-            unless = next(((int(place), word) for place, _, word in pairs), None)
-        else:
-            marks.add(kind)
+    facts, marks = usual(name, overload), {part[0]: part[1:] for part in parts}
+    outs = marks.get("o")
     return overload, Facts(
-        writes=writes,
-        outs=outs,
-        draws=draws,
-        unless=unless,
+        writes=_places(marks["w"]) if "w" in marks else facts.writes,
+        outs=facts.outs if outs is None else tuple([each for each in outs[1:].split(",") if each]),
+        draws="d" in marks,
+        unless=next(iter(_places(marks.get("d", ""))), None),
         unwritten="u" in marks,
         shape_only="s" in marks,
         remakes="m" in marks,
     )
+
+
+def _places(text: str) -> tuple[tuple[int, str], ...]:
+    """The arguments in `3=running_mean,4=running_var`, by place and name."""
+    pairs = [item.partition("=") for item in text.split(",") if item]
+    return tuple([(int(place), name) for place, _, name in pairs])
 
 
 @cache

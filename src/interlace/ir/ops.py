@@ -1,9 +1,9 @@
 """The ops: one frozen dataclass for each effect, with what it reads and what it writes.
 
-`reads()` and `writes()` give `Access`es; an access with a `peer` touches that rank's copy of a
-symmetric buffer. `ordering()` says what the op waits for, raises, meets and takes. The verifier,
-the memory planner, the simulator and the trace know an op by these and its stream, so a new op
-needs nothing from them.
+`reads()` and `writes()` give `Access`es, from the fields whose metadata says so; an access with a
+`peer` touches that rank's copy of a symmetric buffer. `ordering()` says what the op waits for,
+raises, meets and takes. The verifier, the memory planner, the simulator and the trace know an op by
+these and its stream, so a new op needs nothing from them.
 
     >>> op = Get(src=View("full").chunk(RankIndex("tp", 1), 4), peer=RankIndex("tp", 1), team="tp")
     >>> [access.peer for access in op.reads()], [access.peer for access in op.writes()]
@@ -12,13 +12,13 @@ needs nothing from them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import ClassVar
+from dataclasses import dataclass, field, fields
+from functools import cache, lru_cache
+from typing import ClassVar, Literal
 
 from interlace.ir.operators import NOTHING, Facts, facts_of
 from interlace.ir.sizes import Size
-from interlace.ir.types import COMMON, NAME, TEAM, Buffer, DType, Index, Others, written
+from interlace.ir.types import COMMON, NAME, TEAM, Buffer, DType, Index, Others, Written, written
 from interlace.ir.view import View
 
 RNG = View("rng")
@@ -123,12 +123,12 @@ class Op:
     loc: Loc = field(default=Loc(), compare=False, metadata=COMMON)
 
     def reads(self) -> tuple[Access, ...]:
-        """The views that the op reads."""
-        return ()
+        """The views that the op reads: its fields of that role, and what its members read."""
+        return _accesses(self, "read")
 
     def writes(self) -> tuple[Access, ...]:
         """The views that the op writes."""
-        return ()
+        return _accesses(self, "write")
 
     def declares(self) -> tuple[Buffer, ...]:
         """The buffers that are known from here on."""
@@ -139,9 +139,39 @@ class Op:
         return UNORDERED
 
     @property
+    def members(self) -> tuple[Op, ...]:
+        """The ops that it holds."""
+        return ()
+
+    @property
     def steps(self) -> tuple[Op, ...]:
         """The ops that run one after another: the members of a Fused, else the op itself."""
         return (self,)
+
+    @property
+    def transfers(self) -> tuple[Op, ...]:
+        """The ops that begin and end together: the messages of a Group, else the op itself."""
+        return (self,)
+
+
+def _accesses(op: Op, how: Literal["read", "write"]) -> tuple[Access, ...]:
+    """The accesses of an op's own fields, then those of its members."""
+    found: list[Access] = []
+    for name, remote in _fields_of_access(type(op), how):
+        view: View | None = getattr(op, name)
+        if view is not None:
+            peer: Index | None = getattr(op, "peer") if remote else None  # noqa: B009
+            found.append(Access(view, peer, getattr(op, "team") if remote else None))  # noqa: B009
+    for member in op.members:
+        found += member.reads() if how == "read" else member.writes()
+    return tuple(found)
+
+
+@cache
+def _fields_of_access(kind: type[Op], how: str) -> tuple[tuple[str, bool], ...]:
+    """The fields of such an access, and whether they are views of a peer's memory."""
+    written = [(each.name, each.metadata.get("written", Written())) for each in fields(kind)]
+    return tuple([(name, row.of_peer) for name, row in written if row.access == how])
 
 
 def views_in(arg: Arg) -> tuple[View, ...]:
@@ -212,18 +242,17 @@ class Call(Op):
         return self.fresh
 
 
+READ, WRITE = written(access="read"), written(access="write")
+"""A view in this rank's memory."""
+PEER = written(named=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy(Op):
     """`src` into `dst`, converting the element type if they differ."""
 
-    src: View
-    dst: View
-
-    def reads(self) -> tuple[Access, ...]:
-        return (Access(self.src),)
-
-    def writes(self) -> tuple[Access, ...]:
-        return (Access(self.dst),)
+    src: View = field(metadata=READ)
+    dst: View = field(metadata=WRITE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,9 +310,6 @@ class HostSync(Op):
         return ordered(holds_host=True)
 
 
-PEER = written(named=True)
-
-
 @dataclass(frozen=True, slots=True)
 class CollectiveKind:
     """A kind of collective: who reads and writes, and whether it reduces or has a root."""
@@ -324,19 +350,13 @@ class Collective(Op):
     """
 
     kind: str = field(metadata=written(words=KINDS))
-    src: View | None = field(default=None, metadata=written(positional=True))
-    dst: View | None = field(default=None, metadata=written(positional=True))
+    src: View | None = field(default=None, metadata=written(positional=True, access="read"))
+    dst: View | None = field(default=None, metadata=written(positional=True, access="write"))
     reduce: str | None = None
     root: Index | None = None
     splits: str | None = field(default=None, metadata=written("table"))
     team: str = field(metadata=TEAM)
     backend: str | None = None
-
-    def reads(self) -> tuple[Access, ...]:
-        return (Access(self.src),) if self.src is not None else ()
-
-    def writes(self) -> tuple[Access, ...]:
-        return (Access(self.dst),) if self.dst is not None else ()
 
     def ordering(self) -> Ordering:
         return ordered(meets=(self.team, self.backend))
@@ -349,13 +369,10 @@ class Send(Op):
     It may be buffered, and it may wait for the Recv: nothing may lean on the one or the other.
     """
 
-    src: View
+    src: View = field(metadata=READ)
     peer: Index = field(metadata=PEER)
     team: str = field(metadata=TEAM)
     backend: str | None = None
-
-    def reads(self) -> tuple[Access, ...]:
-        return (Access(self.src),)
 
     def ordering(self) -> Ordering:
         return ordered(messages=(MessageEnd(self.team, self.peer, True),))
@@ -365,13 +382,10 @@ class Send(Op):
 class Recv(Op):
     """Into `dst` from rank `peer` of `team`, after that rank's Send has begun."""
 
-    dst: View
+    dst: View = field(metadata=WRITE)
     peer: Index = field(metadata=PEER)
     team: str = field(metadata=TEAM)
     backend: str | None = None
-
-    def writes(self) -> tuple[Access, ...]:
-        return (Access(self.dst),)
 
     def ordering(self) -> Ordering:
         return ordered(messages=(MessageEnd(self.team, self.peer, False),))
@@ -385,11 +399,13 @@ class Group(Op):
         metadata=written("member", rest=True, holds=Send | Recv, holding="sends and receives")
     )
 
-    def reads(self) -> tuple[Access, ...]:
-        return tuple(access for op in self.ops for access in op.reads())
+    @property
+    def members(self) -> tuple[Send | Recv, ...]:
+        return self.ops
 
-    def writes(self) -> tuple[Access, ...]:
-        return tuple(access for op in self.ops for access in op.writes())
+    @property
+    def transfers(self) -> tuple[Send | Recv, ...]:
+        return self.ops
 
     def ordering(self) -> Ordering:
         return ordered(messages=tuple(end for op in self.ops for end in op.ordering().messages))
@@ -400,16 +416,10 @@ class Put(Op):
     """`src` of this rank into `dst` of rank `peer`, of a symmetric or registered buffer."""
 
     one_sided: ClassVar[bool] = True
-    src: View
-    dst: View
+    src: View = field(metadata=READ)
+    dst: View = field(metadata=written(access="write", of_peer=True))
     peer: Index = field(metadata=PEER)
     team: str = field(metadata=TEAM)
-
-    def reads(self) -> tuple[Access, ...]:
-        return (Access(self.src),)
-
-    def writes(self) -> tuple[Access, ...]:
-        return (Access(self.dst, self.peer, self.team),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -417,7 +427,7 @@ class Get(Op):
     """`src` of rank `peer`, of a symmetric or registered buffer, into `dst` here, or `src`."""
 
     one_sided: ClassVar[bool] = True
-    src: View
+    src: View = field(metadata=written(access="read", of_peer=True))
     dst: View | None = field(default=None, metadata=written(positional=True))
     peer: Index
     team: str = field(metadata=TEAM)
@@ -426,9 +436,6 @@ class Get(Op):
     def target(self) -> View:
         """Where the bytes go on this rank."""
         return self.dst if self.dst is not None else self.src
-
-    def reads(self) -> tuple[Access, ...]:
-        return (Access(self.src, self.peer, self.team),)
 
     def writes(self) -> tuple[Access, ...]:
         return (Access(self.target),)
@@ -508,18 +515,12 @@ class Fused(Op):
 
     @property
     def members(self) -> tuple[FusedMember, ...]:
-        """The ops of all parts, one after another."""
+        """The members of all parts, one after another."""
         return tuple(member for part in self.parts for member in part)
 
     @property
     def steps(self) -> tuple[FusedMember, ...]:
         return self.members
-
-    def reads(self) -> tuple[Access, ...]:
-        return tuple(access for op in self.members for access in op.reads())
-
-    def writes(self) -> tuple[Access, ...]:
-        return tuple(access for op in self.members for access in op.writes())
 
 
 def kinds_of_op() -> list[type[Op]]:

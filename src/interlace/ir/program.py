@@ -12,9 +12,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 from interlace.errors import OptionError, ProgramError
 from interlace.ir.ops import Arg, Call, Collective, Get, Group, Name, Op, Put, Recv, Send
@@ -34,7 +35,7 @@ from interlace.ir.types import (
 )
 from interlace.ir.view import Box, Step, View
 
-Sized = TypeVar("Sized", Buffer, Table, Step)
+AnyOp = TypeVar("AnyOp", bound=Op)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,15 +212,12 @@ class Program:
             if self.rank != rank:
                 raise ProgramError(f"{self.name} is already instantiated for rank {self.rank}")
             return self
-        resolve = functools.partial(_changed, functools.partial(_resolved, self.where(rank)))
-        return dataclasses.replace(
-            self,
-            params=_mapped(self.params, resolve),
-            ops=_mapped(self.ops, resolve),
-            results=None if self.results is None else _mapped(self.results, resolve),
-            rank=rank,
-            ranks=self.world,
-        )
+        where = self.where(rank)
+
+        def resolve(value: object) -> object:
+            return where.value(value) if isinstance(value, RankIndex | TableEntry) else value
+
+        return _changed(self, resolve).replace(rank=rank, ranks=self.world)
 
     def at(self, values: Mapping[str, int]) -> Program:
         """The Program for these values of its named sizes: every size an integer."""
@@ -268,15 +266,14 @@ def together(programs: Program | Sequence[Program], caller: str) -> list[Program
 
 def _resized(program: Program, change: Callable[[Size], Int]) -> Program:
     """The Program with every size that is symbolic changed."""
-    each: Callable[[object], object] = lambda v: change(v) if isinstance(v, Size) else v  # noqa: E731
-    inside = functools.partial(_changed, each)
-    return dataclasses.replace(
-        program,
-        tables=tuple([_with_fields(each, table) for table in program.tables]),
-        params=_mapped(program.params, inside),
-        ops=_mapped(program.ops, inside),
-        results=None if program.results is None else _mapped(program.results, inside),
-    )
+    return _changed(program, lambda value: change(value) if isinstance(value, Size) else value)
+
+
+def _changed(program: Program, change: Callable[[object], object]) -> Program:
+    """The Program with every value in it changed, as `map_values` does."""
+    parts = program.tables, program.params, program.ops, program.results
+    tables, params, ops, results = (_mapped(part, change) for part in parts)
+    return program.replace(tables=tables, params=params, ops=ops, results=results)
 
 
 Spot = tuple[int, int]
@@ -290,82 +287,59 @@ def spots(ops: Sequence[Op]) -> Iterator[tuple[Spot, Op]]:
             yield (index, number), member
 
 
-def map_views(op: Op, change: Callable[[View], View]) -> Op:
+def map_views(op: AnyOp, change: Callable[[View], View]) -> AnyOp:
     """The op with every view changed."""
     return map_values(op, lambda value: change(value) if isinstance(value, View) else value)
 
 
-def map_values(op: Op, change: Callable[[object], object]) -> Op:
-    """The op with every value of its fields changed, also within tuples and ops that it holds."""
-    changes: dict[str, Any] = {}
-    for name in _mapped_fields(type(op)):
-        value = getattr(op, name)
-        if value is not None:
-            changes[name] = _mapped(value, change)
-    return dataclasses.replace(op, **changes) if changes else op
-
-
-@functools.cache
-def _mapped_fields(kind: type[Op]) -> tuple[str, ...]:
-    """The fields that may hold more than names, numbers and flags."""
-    return tuple(each.name for each in form_of(kind).fields if each.role not in PLAIN)
+def map_values(op: AnyOp, change: Callable[[object], object]) -> AnyOp:
+    """The op with every value in it changed, also within tuples, ops, buffers and views that it
+    holds; of a view that was changed as a whole, no further."""
+    return _mapped(op, change)
 
 
 def _mapped(value: Any, change: Callable[[object], object]) -> Any:
     if isinstance(value, tuple):
-        return tuple([_mapped(item, change) for item in cast("tuple[object, ...]", value)])
-    return map_values(value, change) if isinstance(value, Op) else change(value)
+        held = cast("tuple[object, ...]", value)
+        parts = tuple([_mapped(item, change) for item in held])
+        return held if all(map(operator.is_, parts, held)) else parts
+    names = _mapped_fields(value.__class__)
+    if not isinstance(value, Op):
+        new = change(value)
+        if new is not value or not names:
+            return new
+    changes: dict[str, object] = {}
+    for name in names:
+        before: object = getattr(value, name)
+        after = _mapped(before, change)
+        if after is not before:
+            changes[name] = after
+    return dataclasses.replace(value, **changes) if changes else value
 
 
-def _resolved(where: Where, value: object) -> object:
-    """The value on one rank: what depends on the rank is an integer."""
-    return where.value(value) if isinstance(value, RankIndex | TableEntry) else value
-
-
-def _changed(change: Callable[[object], object], value: object) -> object:
-    """The value, or the numbers within a view or a buffer, changed."""
-    if isinstance(value, View):
-        return View(value.buffer, tuple([_with_fields(change, step) for step in value.steps]))
-    return _with_fields(change, value) if isinstance(value, Buffer) else change(value)
-
-
-def _with_fields(change: Callable[[object], object], thing: Sized) -> Sized:
-    """A buffer, table or step with the numbers of its fields changed."""
-    values: list[Any] = [getattr(thing, name) for name in _names_of_fields(type(thing))]
-    same, new = True, list[Any]()
-    for value in values:
-        if isinstance(value, tuple):
-            held = cast("tuple[object, ...]", value)
-            parts = tuple(map(change, held))
-            same = same and all(map(operator.is_, parts, held))
-            new.append(parts)
-        else:
-            new.append(change(value))
-            same = same and new[-1] is value
-    return thing if same else type(thing)(*new)
+_HOLDERS = (View, Buffer, Table, *get_args(Step))
 
 
 @functools.cache
-def _names_of_fields(kind: type[Any]) -> tuple[str, ...]:
-    return tuple(each.name for each in dataclasses.fields(kind) if each.init)
+def _mapped_fields(kind: type[Any]) -> tuple[str, ...]:
+    """The fields that may hold more than names, numbers and flags; none of what holds nothing."""
+    if issubclass(kind, Op):
+        return tuple(each.name for each in form_of(kind).fields if each.role not in PLAIN)
+    if kind in _HOLDERS:
+        return tuple(each.name for each in dataclasses.fields(kind) if each.init)
+    return ()
 
 
 # Communication
 
 _BETWEEN_RANKS = Collective | Put | Get | Send | Recv
-_WORDS = {
-    "collective": (Collective,),
-    "one-sided copy": (Put, Get),
-    "send": (Send,),
-    "receive": (Recv,),
-}
 
 
 def communication_in_words(program: Program) -> str:
     """The numbers of collectives, one-sided copies and messages of one rank; empty: none."""
-    ops = _single(program)
-    counts = {word: sum(isinstance(op, kinds) for op in ops) for word, kinds in _WORDS.items()}
-    return ", ".join(f"{n} {_plural(word, n)}" for word, n in counts.items() if n)
+    found = [op for op in _single(program) if isinstance(op, _BETWEEN_RANKS)]
+    words = Counter(form_of(type(op)).of(op).word for op in found)
+    return ", ".join(f"{number} {word}" for word, number in words.items())
 
 
 def exchanged_sizes(program: Program) -> frozenset[str]:
@@ -400,9 +374,3 @@ def _single(program: Program) -> list[Op]:
     """All ops, those of groups one by one."""
     found = [op for _, op in spots(program.ops)]
     return [each for op in found for each in (op.ops if isinstance(op, Group) else (op,))]
-
-
-def _plural(word: str, count: int) -> str:
-    if count == 1:
-        return word
-    return f"{word[:-1]}ies" if word.endswith("y") else f"{word}s"

@@ -24,10 +24,10 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
 from interlace.errors import ParseError
 from interlace.ir.ops import Alloc, Arg, Call, FusedKernel, Name, Op, Scalar, kinds_of_op
@@ -60,11 +60,12 @@ from interlace.ir.types import (
 from interlace.ir.view import Chunk, Slice, Step, View
 
 if TYPE_CHECKING:
-    from interlace.ir.build import Builder
+    from interlace.ir.build import Builder, Handle
     from interlace.ir.text.parser import Arguments, Reader
     from interlace.ir.text.printer import Printer
     from interlace.ir.validate import Checker
 
+T = TypeVar("T")
 DTYPES = {dtype.value: dtype for dtype in DType}
 FAMILIES = ("buffer", "value", "stream", "team", "table")
 """Words of `buffer["odd name"]` and its like."""
@@ -130,7 +131,7 @@ class Form:
     word: str
     fields: tuple[FieldForm, ...]
     common: tuple[str, ...] = ()
-    """The fields that every op has."""
+    """The fields that every op has as keywords."""
     fixed: tuple[tuple[str, str], ...] = ()
     """A field that the word itself gives."""
     worded: str = ""
@@ -165,7 +166,8 @@ def form_of(kind: type) -> Form:
     for field in dataclasses.fields(kind):
         how: Written = field.metadata.get("written", Written())
         if how.role == "common":
-            common.append(field.name)
+            if field.name != "stream":  # it stands before the op
+                common.append(field.name)
         else:
             fields.append(_field_form(kind, field, how, fields))
     form = Form(kind, word, tuple(fields), tuple(common))
@@ -232,7 +234,7 @@ class Role:
     def check(self, rules: Checker, op: Any, field: FieldForm, value: Any) -> None:
         """Raises BrokenRule for a value that the op may not have."""
 
-    def build(self, builder: Builder, value: Any, peer: object = None) -> Any:
+    def build(self, builder: Builder, value: Any, peer: object = None) -> object:
         """The value for what the builder is given; `peer` is the op's."""
         return value
 
@@ -243,7 +245,7 @@ class Role:
             return [self.write(text, each) for each in value]
         return [prefixed(field.prefix, self.write(text, value))]
 
-    def read_field(self, text: Reader, args: Arguments, field: FieldForm, read: Fields) -> Any:
+    def read_field(self, text: Reader, args: Arguments, field: FieldForm, read: Fields) -> object:
         """The field's value from the arguments of a call; `read` are the fields before it."""
         if field.how.rest:
             return tuple([self.read(text, node) for node in args.rest])
@@ -287,24 +289,24 @@ class AnyName(Role):
 class TableName(AnyName):
     """The name of a table."""
 
-    def check(self, rules: Checker, op: Any, field: FieldForm, value: str) -> None:
+    def check(self, rules: Checker, op: object, field: FieldForm, value: str) -> None:
         if value not in rules.tables:
             raise rules.unknown("table", value, rules.tables)
 
-    def build(self, builder: Builder, value: Table | str | None, peer: object = None) -> Any:
+    def build(self, builder: Builder, value: Table | str | None, peer: object = None) -> str | None:
         return value.name if isinstance(value, Table) else value
 
 
 class TeamName(AnyName):
     """The name of a team: that of the op's peer, or the only one, where none is given."""
 
-    def check(self, rules: Checker, op: Any, field: FieldForm, value: str) -> None:
+    def check(self, rules: Checker, op: object, field: FieldForm, value: str) -> None:
         rules.team(value)
 
-    def build(self, builder: Builder, value: Any, peer: object = None) -> str:
+    def build(self, builder: Builder, value: object, peer: object = None) -> str:
         return builder.team_name(value, peer)
 
-    def write_field(self, text: Printer, thing: Any, field: FieldForm) -> list[Item]:
+    def write_field(self, text: Printer, thing: object, field: FieldForm) -> list[Item]:
         team: str = getattr(thing, field.name)
         peer: object = getattr(thing, field.implied_by) if field.implied_by else None
         implied = isinstance(peer, RankIndex | Others) and peer.team == team
@@ -336,15 +338,15 @@ class Integer(Role):
         raise text.fail(node, "expected an integer", "write a whole number here")
 
 
-class Several(Role):
+class Several(Role, Generic[T]):
     """Numbers in brackets."""
 
-    def __init__(self, item: Role) -> None:
+    def __init__(self, item: Callable[[Reader, ast.expr], T]) -> None:
         self.item = item
 
-    def read(self, text: Reader, node: ast.expr, such: str = "(8, 4)") -> tuple[Any, ...]:
+    def read(self, text: Reader, node: ast.expr, such: str = "(8, 4)") -> tuple[T, ...]:
         if isinstance(node, ast.Tuple | ast.List):
-            return tuple([self.item.read(text, item) for item in node.elts])
+            return tuple([self.item(text, item) for item in node.elts])
         raise text.fail(node, "expected integers", f"write them in brackets, such as {such}")
 
 
@@ -378,6 +380,8 @@ class Literal(Role):
         elif isinstance(node, ast.Constant) and isinstance(
             node.value, int | float | complex | str | None
         ):
+            if isinstance(node.value, int) and node.value >= 1 << 64:
+                raise text.fail(node, "an integer of more than 64 bits", "write a smaller number")
             return node.value
         raise text.fail(node, "expected a literal", "write a number, a string, True, False or None")
 
@@ -528,7 +532,9 @@ class PartsOfChunks(Role):
 class ViewOfBuffer(Role):
     """A view: a buffer, and the steps that lead to a box of it."""
 
-    def build(self, builder: Builder, value: Any, peer: object = None) -> View | None:
+    def build(
+        self, builder: Builder, value: Handle | View | None, peer: object = None
+    ) -> View | None:
         return builder.view(value)
 
     def write(self, text: Printer, value: View) -> str:
@@ -669,12 +675,14 @@ class Keywords(Role):
     So it is with names that Python has no identifier for, and with those of the call's own fields.
     """
 
-    def build(self, builder: Builder, value: Any, peer: object = None) -> Any:
+    def build(
+        self, builder: Builder, value: Iterable[tuple[str, object]], peer: object = None
+    ) -> tuple[tuple[str, Arg], ...]:
         return tuple([(key, ARG.build(builder, each)) for key, each in value])
 
-    def write_field(self, text: Printer, thing: Any, field: FieldForm) -> list[Item]:
+    def write_field(self, text: Printer, thing: object, field: FieldForm) -> list[Item]:
         taken = {*form_of(thing.__class__).signature.known} - {"outs"}  # which only a Node has
-        kwargs: Sequence[tuple[str, Arg]] = thing.kwargs
+        kwargs: Sequence[tuple[str, Arg]] = getattr(thing, field.name)
         names = [key for key, _ in kwargs]
         if len(set(names)) == len(names) and all(
             usable_keyword(name) and name not in taken for name in names
@@ -703,7 +711,7 @@ class Outs(Role):
         items: list[Item] = [VIEW.write(text, view) for view in thing.outs]
         for buffer in thing.fresh:
             name = buffer.name if plain(buffer.name) else "fresh"
-            items.append(f"{name} := {write_type(text, buffer, 'fresh', name)}")
+            items.append(f"{name} := {write_type(text, buffer, name)}")
         return [TextBlock("out=(", items, ")")] if items else []
 
     def read_field(
@@ -716,7 +724,7 @@ class Outs(Role):
 class Fresh(Role):
     """The buffers that a call makes: `t := f32[8, 4]` in its `out=`."""
 
-    def write_field(self, text: Printer, thing: Any, field: FieldForm) -> list[Item]:
+    def write_field(self, text: Printer, thing: object, field: FieldForm) -> list[Item]:
         return []
 
     def read_field(
@@ -736,14 +744,11 @@ class Declaration(Role):
         ("type",), ("symmetric", "storage", "offset", "site", "loc", "stream"), ("type",)
     )
 
-    def write_field(self, text: Printer, thing: Any, field: FieldForm) -> list[Item]:
-        buffer: Buffer = thing.buffer
-        symmetric = buffer.kind == "symmetric" and buffer.team is not None
-        kind = buffer.kind if buffer.kind == "fresh" or symmetric else "local"
-        team = buffer.team if symmetric else None
-        items: list[Item] = [write_type(text, buffer, kind, None, team, stored=False)]
-        if team is not None:
-            items.append(f"symmetric={name_or_string(team)}")
+    def write_field(self, text: Printer, thing: object, field: FieldForm) -> list[Item]:
+        buffer: Buffer = getattr(thing, field.name)
+        items: list[Item] = [write_type(text, buffer)]
+        if buffer.team is not None:
+            items.append(f"symmetric={name_or_string(buffer.team)}")
         if buffer.storage is not None:
             items.append(f"storage={quote(buffer.storage)}")
         if buffer.offset != 0:
@@ -756,14 +761,16 @@ class Declaration(Role):
         symmetric, storage = args.get("symmetric"), args.get("storage")
         if symmetric is not None:
             kind, team = "symmetric", NAME.read(text, symmetric)
-        changes: Fields = {}
-        if storage is not None:
-            changes["storage"] = STRING.read(text, storage)
-        if args.given("offset"):
-            changes["offset"] = INTEGER.read(text, args["offset"])
-        return read_type(text, args["type"]).buffer(read.pop("name"), kind, team, **changes)
+        offset = args.get("offset")
+        return read_type(text, args["type"]).buffer(
+            read.pop("name"),
+            kind,
+            team=team,
+            storage=None if storage is None else STRING.read(text, storage),
+            offset=0 if offset is None else INTEGER.read(text, offset),
+        )
 
-    def check(self, rules: Checker, op: Any, field: FieldForm, value: Buffer) -> None:
+    def check(self, rules: Checker, op: object, field: FieldForm, value: Buffer) -> None:
         rules.declare(value, ("local", "symmetric", "fresh"))
 
 
@@ -854,7 +861,7 @@ STRING, NAME, TABLE, TEAM = String(), AnyName(), TableName(), TeamName()
 INTEGER, FLAG, LITERAL, REAL = Integer(), Flag(), Literal(), Real()
 DTYPE, INDEX, PEER = ElementType(), RankOrChunk(), PeerOrOthers()
 SIZE, DIM, PARTS = SizeExpression(), Dimension(), PartsOfChunks()
-INTEGERS, SIZES = Several(INTEGER), Several(SIZE)
+INTEGERS, SIZES = Several(INTEGER.read), Several(SIZE.read)
 VIEW, ARG, KEYWORDS = ViewOfBuffer(), Argument(), Keywords()
 PART = PartsOfOp()
 PLAIN = frozenset({STRING, NAME, TABLE, TEAM, INTEGER, FLAG})
@@ -893,7 +900,9 @@ metadata names."""
 def op_words() -> dict[str, Form]:
     """The ops that stand after a stream, by the words that the text has for them."""
     forms = [form_of(kind) for kind in kinds_of_op() if kind is not Alloc]
-    return {word: form for main in forms for word, form in {main.word: main, **main.words}.items()}
+    return {
+        word: form for main in forms for word, form in (main.words or {main.word: main}).items()
+    }
 
 
 @functools.cache
@@ -934,10 +943,7 @@ def items_of(node: ast.expr | None) -> list[ast.expr]:
 
 MODIFIERS = {
     "strides": Signature(rest=True),
-    "kind": Signature(("kind",), (), ("kind",)),
-    "team": Signature(("team",), (), ("team",)),
     "registered": Signature(("team",), (), ("team",)),
-    "storage": Signature(("storage", "offset"), (), ("storage",)),
     "named": Signature(("name",), (), ("name",)),
 }
 """Modifiers that may follow the type of a buffer."""
@@ -952,33 +958,20 @@ class Declared:
     shape: tuple[Dim, ...]
     changes: Fields
 
-    def buffer(self, name: str, kind: str, team: str | None = None, **changes: Any) -> Buffer:
+    def buffer(self, name: str, kind: str, **placed: Any) -> Buffer:
         """The buffer that a place in the text declares as `name` of `kind`."""
-        fields: Fields = {"name": name, "kind": kind, "team": team}
-        return Buffer(dtype=self.dtype, shape=self.shape, **fields | self.changes | changes)
+        fields: Fields = {"name": name, "kind": kind} | placed
+        return Buffer(dtype=self.dtype, shape=self.shape, **fields | self.changes)
 
 
-def write_type(
-    text: Printer,
-    buffer: Buffer,
-    kind: str,
-    name: str | None,
-    team: str | None = None,
-    stored: bool = True,
-) -> str:
-    """Element type and sizes, and what differs from what its place in the text implies."""
+def write_type(text: Printer, buffer: Buffer, name: str | None = None) -> str:
+    """Element type and sizes, with modifiers; `name` is the one that its place in the text has."""
     shape = ", ".join([DIM.write(text, dim) for dim in buffer.shape]) or "()"
     words = f"{buffer.dtype}[{shape}]"
     if buffer.strides is not None:
         words += f".strides({', '.join(map(str, buffer.strides))})"
-    if buffer.kind != kind:
-        words += f".kind({quote(buffer.kind)})"
-    if buffer.team != team:
-        word = "registered" if buffer.registered else "team"
-        words += f".{word}({'None' if buffer.team is None else name_or_string(buffer.team)})"
-    if stored and (buffer.storage is not None or buffer.offset != 0):
-        storage = "None" if buffer.storage is None else quote(buffer.storage)
-        words += f".storage({storage}, {buffer.offset})"
+    if buffer.registered:
+        words += f".registered({name_or_string(str(buffer.team))})"
     return words if name is None or buffer.name == name else words + real_name(buffer.name)
 
 
@@ -1004,15 +997,8 @@ def _modified(text: Reader, base: Declared, func: ast.Attribute, node: ast.Call)
     args = text.bind(node, word, signature)
     if word == "strides":
         changes: Fields = {"strides": tuple([SIZE.read(text, each) for each in args.rest])}
-    elif word in ("team", "registered"):
-        team = args.get("team")
-        changes = {"team": None if team is None else NAME.read(text, team)}
-    elif word == "storage":
-        storage = args.get("storage")
-        offset = INTEGER.read(text, args["offset"]) if args.given("offset") else 0
-        held = None if storage is None else STRING.read(text, storage)
-        changes = {"storage": held, "offset": offset}
+    elif word == "registered":
+        changes = {"team": NAME.read(text, args["team"])}
     else:
-        key = "kind" if word == "kind" else "name"
-        changes = {key: STRING.read(text, args[key])}
+        changes = {"name": STRING.read(text, args["name"])}
     return Declared(base.dtype, base.shape, {**base.changes, **changes})

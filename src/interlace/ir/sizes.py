@@ -20,8 +20,8 @@ Note [Decided for a class]
     Code that branches on sizes runs on symbolic ones unchanged: within `deciding`, a comparison is
     answered for the given values, and what was answered is noted unless it follows from what was
     noted before. All that the code did then holds for every size with the same answers: that is
-    the `SizeClass`. Where something cannot be answered for a class (`SizeError`), the Program is
-    made for that very size instead.
+    the `SizeClass`. What cannot be answered for a class is a `SizeError`: a graph that communicates
+    is then bound for that very size, and one that does not runs as it was traced.
 """
 
 from __future__ import annotations

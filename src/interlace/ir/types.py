@@ -3,7 +3,7 @@
 A Program is one text for all ranks. What differs between ranks is an `Index` (`tp.rank + 1`,
 counted modulo the team) or a `TableEntry` (`rows[tp.rank]`); `Where` resolves both for one rank:
 
-    >>> where = Where.of(rank=3, teams=(Team("tp", 4),))
+    >>> where = Program(teams=(Team("tp", 4),)).where(rank=3)
     >>> where.index(RankIndex("tp", 1))
     0
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate
 from types import UnionType
-from typing import ParamSpec
+from typing import Literal, ParamSpec
 
 from interlace.errors import ProgramError, TeamError
 from interlace.ir.sizes import Int, Size
@@ -108,24 +108,6 @@ class TableEntry:
 
 
 Dim = Int | TableEntry
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """One integer for each rank of a team, such as the rows that each rank holds."""
-
-    name: str
-    team: str
-    values: tuple[Int, ...]
-    starts: tuple[Int, ...] = field(init=False, repr=False, compare=False)
-    """Where chunk i begins: the sum of the entries before it; then the sum of all."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "starts", tuple(accumulate(self.values, initial=0)))
-
-    def __getitem__(self, index: Index) -> TableEntry:
-        """The entry of a rank, as a size; printed `rows[tp.rank]`."""
-        return TableEntry(self.name, index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,19 +241,6 @@ class Where:
     members: Mapping[str, Member]
     tables: Mapping[str, Table]
 
-    @classmethod
-    def of(
-        cls,
-        rank: int,
-        teams: tuple[Team, ...],
-        tables: tuple[Table, ...] = (),
-        ranks: tuple[int, ...] | None = None,
-    ) -> Where:
-        """The place of global `rank` in a Program with these teams and tables."""
-        return cls(
-            rank, TeamLayout(teams, ranks).members(rank), {table.name: table for table in tables}
-        )
-
     def member(self, team: str) -> Member:
         """This rank's place in `team`."""
         member = self.members.get(team)
@@ -313,9 +282,6 @@ class Where:
         if table is None:
             raise ProgramError(f"no table named {name!r}; known are {sorted(self.tables)}")
         return table
-
-
-KINDS = ("input", "output", "local", "symmetric", "fresh")
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,6 +341,10 @@ class Written:
     """It is a tuple that takes all further positional arguments."""
     words: Collection[str] = ()
     """Values that are the call's own word, as in `all_gather(x, y)`."""
+    access: Literal["", "read", "write"] = ""
+    """For a view: the op reads or writes it,"""
+    of_peer: bool = False
+    """in the memory of its peer."""
     holds: UnionType | None = None
     """Which ops it holds."""
     holding: str = ""
@@ -393,3 +363,21 @@ TEAM = written("team")
 """The name of a team: that of the op's peer, or the only one, where a text gives none."""
 COMMON = written("common")
 """A field that every op has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One integer for each rank of a team, such as the rows that each rank holds."""
+
+    name: str = field(metadata=COMMON)
+    team: str = field(metadata=NAME)
+    values: tuple[Int, ...] = field(metadata=written(rest=True))
+    starts: tuple[Int, ...] = field(init=False, repr=False, compare=False, metadata=COMMON)
+    """Where chunk i begins: the sum of the entries before it; then the sum of all."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "starts", tuple(accumulate(self.values, initial=0)))
+
+    def __getitem__(self, index: Index) -> TableEntry:
+        """The entry of a rank, as a size; printed `rows[tp.rank]`."""
+        return TableEntry(self.name, index)

@@ -3,8 +3,8 @@
 Names are unique and declared before use, views lie within their buffers on every rank, shapes and
 element types agree, teams and peers exist. Most rules hold for any op: for its fields by their
 roles (roles.py), for what it reads and writes, for what it waits for, raises and frees; `_RULES`
-has what else an op must keep. Whether the schedule is *sound* (races, deadlocks, lifetimes) is for
-`interlace.verify`.
+has what else an op must keep. Whether the schedule is *sound* (races, deadlocks, lifetimes, events,
+signals, members that agree) is for `interlace.verify`, and is not looked at twice.
 
     >>> validate(parse(text), text)
     ProgramError: schedule.ilc:7: no buffer is named 'ful'
@@ -18,7 +18,6 @@ every team see the same.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -46,7 +45,6 @@ from interlace.ir.ops import (
     Op,
     Ordering,
     Put,
-    SignalLevel,
     views_in,
 )
 from interlace.ir.program import Program, Region, names_in, spots
@@ -62,7 +60,6 @@ from interlace.ir.types import (
     Dim,
     DType,
     Index,
-    Others,
     RankIndex,
     Table,
     TableEntry,
@@ -138,13 +135,8 @@ class Checker:
         self._steps = 0
         self.regions = {region.name: region for region in program.regions}
         self.sites = {site.id for site in program.sites}
-        self.events: set[str] = set()
         self.agreed: set[tuple[object, ...]] = set()
         """Collectives and the boxes of their two views, by what they are: they fit together."""
-        self.raised: dict[tuple[str, str], dict[tuple[int, int], int]] = {}
-        """Value of each signal of a team after its notifies to one rank, by writer and reader."""
-        self.raised_to_itself: dict[tuple[str, str], dict[tuple[int, int], int]] = {}
-        self.raised_to_all: dict[tuple[str, str], int] = {}
 
     def spend(self, steps: int) -> None:
         """Counts what is looked at on each rank; a Program that needs too much is refused."""
@@ -284,27 +276,16 @@ class Checker:
                 f"choose a multiple of {buffer.dtype.itemsize}",
             )
         if buffer.team is not None:
-            self._check_alike(buffer, buffer.team)
+            self._check_reach(buffer, buffer.team)
         self.buffers[name] = buffer
 
-    def _check_alike(self, buffer: Buffer, team: str) -> None:
-        """Memory for peers has the same size on all ranks, and these share a host."""
+    def _check_reach(self, buffer: Buffer, team: str) -> None:
+        """Ranks that reach a buffer of each other share a host."""
         if self.team(team).hosts is not None:
             raise self.fault(
                 f"peers are to reach {buffer.name!r}, and team {team!r} spans hosts, which share "
                 "no memory",
                 "use messages and collectives, or a team of the ranks of each host",
-            )
-        sizes: dict[int, set[Int]] = {}  # by the first rank of the team
-        shapes = zip(*map(self.dims, (1, *buffer.shape)), strict=True)
-        for where, shape in zip(self.wheres, shapes, strict=True):
-            sizes.setdefault(where.members[team].ranks[0], set()).add(math.prod(shape))
-        if any(len(found) > 1 for found in sizes.values()):
-            found = sorted({numel for each in sizes.values() for numel in each})
-            raise self.fault(
-                f"{buffer.name!r} is {'registered' if buffer.registered else 'symmetric'}, but has "
-                f"{found} elements on different ranks",
-                "give it the largest size on every rank, and use a part of it",
             )
 
     def buffer(self, view: View) -> Buffer:
@@ -419,7 +400,7 @@ class Checker:
         self._unique([region.name for region in program.regions], "region")
 
     def _check_results(self) -> None:
-        """Checks the results of a run: views of memory that outlives it, numbers and None."""
+        """Checks the results of a run: views, numbers and None."""
         self.tag = ("results", 0)
         for result in self.program.returned():
             if names_in(result):
@@ -427,13 +408,7 @@ class Checker:
                     "a result is no value of a region", "return views of buffers, numbers or None"
                 )
             for view in views_in(result):
-                kind = self.buffer(view).kind
                 self.boxes(view)
-                if kind in ("local", "symmetric"):
-                    raise self.fault(
-                        f"{view.buffer!r} is {kind}: its memory is used again after the run",
-                        f"copy it to an output, or declare it fresh: {view.buffer} = empty(...)",
-                    )
 
     def _check_team(self, team: Team) -> None:
         if team.size < 1:
@@ -692,19 +667,11 @@ class Checker:
                     )
 
     def at_root(self, op: Collective) -> list[bool]:
-        """True for each rank that is the root; raises where members disagree on the root."""
+        """True for each rank that is the root."""
         if op.root is None:
             return [False] * len(self.wheres)
-        roots = self.indices(op.root)
-        agreed: dict[int, int] = {}  # by the first rank of the team
-        for where, root in zip(self.wheres, roots, strict=True):
-            if agreed.setdefault(where.members[op.team].ranks[0], root) != root:
-                raise self.fault(
-                    f"the members of {op.team!r} do not agree on the root",
-                    "a root is a number, the same on every member",
-                )
         places = [where.members[op.team].index for where in self.wheres]
-        return [place == root for place, root in zip(places, roots, strict=True)]
+        return [place == root for place, root in zip(places, self.indices(op.root), strict=True)]
 
     def remote(self, view: View, team: str | None) -> None:
         """A view of a peer's memory: of a symmetric or registered buffer of that team."""
@@ -740,56 +707,13 @@ class Checker:
                 ) from None
 
     def order(self, ordering: Ordering) -> None:
-        """Checks what an op waits for, raises and frees, and notes the event that it records."""
-        if ordering.records is not None:
-            self.events.add(ordering.records)
-        if ordering.waits is not None and ordering.waits not in self.events:
-            raise self.fault(
-                f"nothing before this records event {ordering.waits!r}",
-                did_you_mean(ordering.waits, self.events, "events recorded so far are"),
-            )
+        """Checks what an op frees, and the value of a signal that it raises or awaits."""
         if ordering.frees is not None:
-            if self.buffer(View(ordering.frees)).kind in ("input", "output"):
-                raise self.fault(
-                    f"{ordering.frees!r} belongs to the caller",
-                    "free only what the program allocates",
-                )
+            self.buffer(View(ordering.frees))
         for level in (ordering.raises, ordering.expects):
             if level is not None and not 1 <= level.value < 1 << VALUE_BITS:
                 fix = f"count from 1, and to {(1 << VALUE_BITS) - 1} at most"
                 raise self.fault(f"value {level.value} of signal {level.signal!r}", fix)
-        if ordering.raises is not None:
-            self.grows(ordering.raises)
-
-    def grows(self, level: SignalLevel) -> None:
-        """Each notify of a signal raises it."""
-        key = level.signal, level.team
-        of_pairs = self.raised.setdefault(key, {})
-        self.spend(len(self.wheres) + len(of_pairs))
-        if isinstance(level.peer, Others):
-            found = [(value, reader) for (_, reader), value in of_pairs.items()]
-            first = self.wheres[0].members[level.team]
-            if len(first.ranks) > 1:
-                other = 0 if first.index else 1
-                self._raises(level, *max([(self.raised_to_all.get(key, 0), other), *found]))
-                self.raised_to_all[key] = level.value
-            return
-        for where in self.wheres:
-            reader = where.index(level.peer)
-            pair, pairs = (where.rank, reader), of_pairs
-            to_all = self.raised_to_all.get(key, 0)
-            if reader == where.members[level.team].index:  # which is none of the others
-                pairs, to_all = self.raised_to_itself.setdefault(key, {}), 0
-            self._raises(level, max(to_all, pairs.get(pair, 0)), reader)
-            pairs[pair] = level.value
-
-    def _raises(self, level: SignalLevel, before: int, reader: int) -> None:
-        if level.value <= before:
-            raise self.fault(
-                f"signal {level.signal!r} to rank {reader} of {level.team!r} goes from "
-                f"{before} to {level.value}",
-                f"values only grow: write value={before + 1}, or use another signal",
-            )
 
     def _check_operator(self, fn: str) -> None:
         """Checks the name of what a call runs: nothing of Python's, nothing that opens files."""

@@ -4,7 +4,7 @@ The steps are torch's own view operators, plus `chunk`, which depends on the ran
 written, so that text reads well, and resolved to a `Box` for one rank:
 
     >>> full = Buffer("full", DType.f32, (8, 4))
-    >>> where = Where.of(rank=3, teams=(Team("tp", 4),))
+    >>> where = Program(teams=(Team("tp", 4),)).where(rank=3)
     >>> View("full").chunk(RankIndex("tp", 1), 4).box(full, where)
     Box(offset=0, sizes=(2, 4), strides=(4, 1), dtype=<DType.f32: 'f32'>)
 
@@ -306,21 +306,15 @@ def _cast(
         return sizes, strides, offset
     if not sizes or strides[-1] != 1:
         raise ValueError("only a contiguous last dimension changes its element size")
-    if before > after:
-        ratio = before // after
-        return (
-            [*sizes[:-1], sizes[-1] * ratio],
-            [*(s * ratio for s in strides[:-1]), 1],
-            offset * ratio,
-        )
-    ratio = after // before
-    if sizes[-1] % ratio or offset % ratio or any(s % ratio for s in strides[:-1]):
-        raise ValueError(f"bytes do not divide into elements of {new}")
-    return (
-        [*sizes[:-1], sizes[-1] // ratio],
-        [*(s // ratio for s in strides[:-1]), 1],
-        offset // ratio,
-    )
+
+    def scaled(count: Int) -> Int:
+        """A number of old elements as one of new ones."""
+        number, rest = divmod(count * before, after)
+        if rest:
+            raise ValueError(f"bytes do not divide into elements of {new}")
+        return number
+
+    return [*sizes[:-1], scaled(sizes[-1])], [*map(scaled, strides[:-1]), 1], scaled(offset)
 
 
 # Boxes

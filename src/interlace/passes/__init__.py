@@ -12,7 +12,8 @@ insert_sync.py        the fewest events that suffice
 take_turns.py         ranks put into a peer one after another
 fuse.py               what one kernel is to do becomes one op
 
-dependencies.py: what must stay before what;  rewrite.py: a list of ops as it changes
+dependencies.py: what must stay before what;  uses.py: who declares, reads and writes a buffer
+rewrite.py: a list of ops as it changes
 sites/                what a collective is to the computation around it
 strategies/           the strategies as rows of data, how each is written, and which a site gets
 """
@@ -20,6 +21,7 @@ strategies/           the strategies as rows of data, how each is written, and w
 from interlace.passes.pipeline import (
     PASSES,
     Pass,
+    candidates,
     lower,
     lowering,
     parse_pipeline,
@@ -27,4 +29,13 @@ from interlace.passes.pipeline import (
     spell,
 )
 
-__all__ = ["PASSES", "Pass", "lower", "lowering", "parse_pipeline", "run_pipeline", "spell"]
+__all__ = [
+    "PASSES",
+    "Pass",
+    "candidates",
+    "lower",
+    "lowering",
+    "parse_pipeline",
+    "run_pipeline",
+    "spell",
+]

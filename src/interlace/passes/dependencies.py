@@ -35,11 +35,8 @@ from itertools import islice, pairwise
 from interlace.ir import (
     KINDS,
     Access,
-    Alloc,
     Buffer,
-    Call,
     Collective,
-    Free,
     Index,
     Op,
     Others,
@@ -65,15 +62,15 @@ def dependencies(program: Program, listed: bool = True, touched: Touched | None 
     overlaps, touched = Overlaps(program), touched or touched_by(program)
     _data_edges(program, overlaps, touched, edges)
     _storage_edges(overlaps, touched, edges)
-    places: Edges = edges if listed else [set() for _ in program.ops]
-    _lifetime_edges(program, touched, edges, places)
+    order: Edges = edges if listed else [set() for _ in program.ops]  # in the list alone
+    _lifetime_edges(program, touched, edges, order)
     frozen = is_frozen(program)
-    _signal_edges(program, overlaps, touched, edges, places, frozen)
+    _signal_edges(program, overlaps, touched, edges, order, frozen)
     if frozen:
         held = symmetric_buffers(program)
         met = [i for i, op in enumerate(program.ops) if meets_peers(op, held)]
         for one, other in pairwise(met):
-            places[other].add(one)
+            order[other].add(one)
     return tuple(tuple(sorted(earlier)) for earlier in edges)
 
 
@@ -118,13 +115,13 @@ _Live = defaultdict[object, list[tuple[ViewExtent, int]]]
 
 
 def _data_edges(program: Program, overlaps: Overlaps, touched: Touched, edges: Edges) -> None:
-    place = _Places(program, touched)
+    owner = _Owners(program, touched)
     written, read = _Live(list), _Live(list)
     last_sync, since_sync = -1, list[int]()
     for index, op in enumerate(program.ops):
         mine = edges[index]
         reads, writes = [
-            [(place(access), overlaps.extent(access.view)) for access in accesses]
+            [(owner(access), overlaps.extent(access.view)) for access in accesses]
             for accesses in touched[index]
         ]
         for where, extent in reads:
@@ -146,7 +143,7 @@ def _data_edges(program: Program, overlaps: Overlaps, touched: Touched, edges: E
         mine.discard(index)
 
 
-class _Places:
+class _Owners:
     """Whose memory an access touches: this rank's own, or a certain peer's copy of a buffer."""
 
     def __init__(self, program: Program, touched: Touched) -> None:
@@ -229,27 +226,29 @@ def _storage_edges(overlaps: Overlaps, touched: Touched, edges: Edges) -> None:
 # lifetimes
 
 
-def _lifetime_edges(program: Program, touched: Touched, edges: Edges, places: Edges) -> None:
+def _lifetime_edges(program: Program, touched: Touched, edges: Edges, order: Edges) -> None:
     symmetric = symmetric_buffers(program)
-    taken: dict[str, int] = {}
+    taken: dict[str, tuple[int, Edges]] = {}
+    """The op that declares each buffer, and the edges that uses behind it get."""
     users: dict[str, list[int]] = {}
     for index, op in enumerate(program.ops):
-        if isinstance(op, Alloc):
-            taken[op.buffer.name] = index
-        elif isinstance(op, Free):
-            edges[index].update(users.pop(op.buffer, ()))
-            if op.buffer in taken:
-                edges[index].add(taken[op.buffer])
+        ordering = op.ordering()
+        if (buffer := ordering.takes) is not None:
+            # other kinds are there as soon as the host has listed them
+            taken[buffer.name] = index, edges if buffer.name in symmetric else order
+        elif (name := ordering.frees) is not None:
+            edges[index].update(users.pop(name, ()))
+            if name in taken:
+                edges[index].add(taken[name][0])
         else:
             reads, writes = touched[index]
             for name in {access.view.buffer for access in (*reads, *writes)}:
                 if name in taken:
-                    # other kinds are there as soon as the host has listed them
-                    declared = isinstance(program.ops[taken[name]], Alloc) and name not in symmetric
-                    (places if declared else edges)[index].add(taken[name])
+                    declared, behind = taken[name]
+                    behind[index].add(declared)
                 users.setdefault(name, []).append(index)
-            for buffer in op.fresh if isinstance(op, Call) else ():
-                taken[buffer.name] = index  # so that a use of no bytes stays behind it as well
+            for buffer in op.declares():
+                taken[buffer.name] = index, edges  # also uses of no bytes stay behind it
 
 
 # signals

@@ -8,13 +8,12 @@ the reason. Run again, the pass numbers afresh, but for sites that are overlappe
 A site's ops become one block, which `decompose` replaces as a whole. A block that would have to run
 both before and after some op outside it cannot be; `in_blocks` then gives None.
 
-    >>> in_blocks(before, [{0, 3}, {5, 6}])         # before: dependencies(program)
+    >>> in_blocks(before, {3: {0, 3}, 6: {5, 6}})   # before: dependencies(program)
     [(0, 3), (1,), (2,), (4,), (5, 6)]
 """
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,21 +36,13 @@ class FindSites:
 
     def run(self, program: Program) -> Program:
         """The same ops, marked with the sites they belong to."""
-        used = {op.site for op in program.ops}
-        serial = {op.site for op in program.collectives().values()}
-        done = {
-            site.id: site
-            for site in program.sites
-            if site.id in used and (site.strategy != "serial" or site.id not in serial)
-        }
-        kept = {None, *done}
+        analysis = Analysis.of(program)
+        used, done = {op.site for op in program.ops}, analysis.done
+        sites = [site for site in program.sites if site.id in done & used]
+        kept = {None, *(site.id for site in sites)}
         ops = [op if op.site in kept else tagged(op, site=None) for op in program.ops]
-        sites = list(done.values())
-        number = max(done, default=0)
-        values = Dataflow(program, representatives(program)[0])
-        before = dependencies(program, touched=values.touched)
-        for found in analyse(values, before, done):
-            number += 1
+        first = max((site.id for site in sites), default=0) + 1
+        for number, found in enumerate(analysis.found, first):
             modules = [program.ops[i].loc.module for i in (found.collective, *found.ops)]
             module = next(filter(None, modules), "")
             sites.append(Site(id=number, kind=found.kind, module=module, reason=found.reason))
@@ -61,6 +52,41 @@ class FindSites:
 
 
 # all collectives together
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """The sites of a Program, and the data that they were found by."""
+
+    program: Program
+    values: Dataflow
+    before: Before
+    done: frozenset[int]
+    """Sites that are overlapped already: their ops stay."""
+    found: tuple[FoundSite, ...]
+
+    @classmethod
+    def of(cls, program: Program) -> Analysis:
+        """The analysis of a Program, whether or not its sites are marked."""
+        serial = {op.site for op in program.collectives().values()}
+        done = {s.id for s in program.sites if s.strategy != "serial" or s.id not in serial}
+        values = Dataflow(program, representatives(program)[0])
+        before = dependencies(program, touched=values.touched)
+        found = _analyse(values, done, before)
+        # Where no box depends on the rank, the others see the same.
+        for rank in representatives(program)[1:] if values.ranked else ():
+            others = _analyse(Dataflow(program, rank), done, before)
+            found = [
+                one
+                if one == other
+                else FoundSite(
+                    one.collective,
+                    values.collectives[one.collective].kind,
+                    reason="the ranks' rows differ",
+                )
+                for one, other in zip(found, others, strict=True)
+            ]
+        return cls(program, values, before, frozenset(done), tuple(found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,31 +113,8 @@ def without_moves(before: Before, sites: Iterable[MatmulSite]) -> Before:
     return tuple(edges)
 
 
-def analyse(values: Dataflow, before: Before, done: Iterable[int] = ()) -> tuple[FoundSite, ...]:
-    """Each collective's site, or why it has none, but for the sites `done`: their ops stay.
-
-    `values` are those of the first of the Program's `representatives`.
-    """
-    program, done = values.program, frozenset(done)
-    found = _analyse(values, done, before)
-    # Where no box depends on the rank, the others see the same.
-    for rank in representatives(program)[1:] if values.ranked else ():
-        other = _analyse(Dataflow(program, rank), done, before)
-        found = tuple(
-            mine
-            if mine == theirs
-            else dataclasses.replace(
-                mine,
-                kind=values.collectives[mine.collective].kind,
-                site=None,
-                reason="the ranks' rows differ",
-            )
-            for mine, theirs in zip(found, other, strict=True)
-        )
-    return found
-
-
-def _analyse(values: Dataflow, done: frozenset[int], before: Before) -> tuple[FoundSite, ...]:
+def _analyse(values: Dataflow, done: Collection[int], before: Before) -> list[FoundSite]:
+    """Each collective's site, or why it has none, as one rank sees them."""
     program = values.program
     taken = {i for i, op in enumerate(program.ops) if op.site in done}
     blocks = Blocks(before)
@@ -126,10 +129,10 @@ def _analyse(values: Dataflow, done: frozenset[int], before: Before) -> tuple[Fo
             later: set[int] = set()  # matmuls that need what others of the site make
             while (
                 isinstance(site, GatherSite)
-                and len(site.matmuls) > 1
+                and len(site.calls) > 1
                 and not blocks.accepts(site.ops, site.kept)
             ):
-                later.add(site.matmuls[-1])
+                later.add(site.calls[-1])
                 site = recognise(values, i, op, taken | later)
             ops = site.ops
             if not blocks.accepts(ops, site.kept):
@@ -140,7 +143,7 @@ def _analyse(values: Dataflow, done: frozenset[int], before: Before) -> tuple[Fo
             blocks.add(ops, site.kept)
             taken.update(ops)
             found.append(FoundSite(i, site_kind(op.kind, site), site))
-    return tuple(found)
+    return found
 
 
 # groups of ops taken as one
@@ -197,26 +200,19 @@ class Blocks:
             self.after[i] = tuple([j for j in self.after[i] if j not in mine])
 
 
-def in_blocks(
-    before: Edges, blocks: Sequence[Iterable[int]], anchors: Mapping[int, int] | None = None
-) -> list[tuple[int, ...]] | None:
+def in_blocks(before: Edges, blocks: Mapping[int, Iterable[int]]) -> list[tuple[int, ...]] | None:
     """All ops, each block together, in an order that keeps `before` and else the list's; or None.
 
-    A block stands where its op `anchors[number of the block]` would (default: its last op).
+    A block stands where the op of it that is its key would.
     """
     node = list(range(len(before)))
-    members: dict[int, list[int]] = {i: [i] for i in node}
-    for number, block in enumerate(blocks):
-        listed = sorted(block)
-        if not listed:
-            continue
-        anchor = (anchors or {}).get(number, listed[-1])
-        assert all(node[i] == i for i in listed), "blocks share an op"
-        for i in listed:
-            del members[i]
-        for i in listed:
+    for anchor, block in blocks.items():
+        for i in block:
+            assert node[i] == i, "blocks share an op"
             node[i] = anchor
-        members[anchor] = listed
+    members: dict[int, list[int]] = {}
+    for i, anchor in enumerate(node):
+        members.setdefault(anchor, []).append(i)
     missing = dict.fromkeys(members, 0)
     after: dict[int, set[int]] = {i: set() for i in members}
     for i, earlier in enumerate(before):

@@ -13,12 +13,12 @@ so that no call waits for what it does not need of it. The same chain in two lay
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from interlace.ir import (
-    Alloc,
     Arg,
     AsStrided,
     Buffer,
@@ -37,10 +37,10 @@ from interlace.ir import (
     Slice,
     Step,
     View,
-    views_in,
 )
 from interlace.ir.operators import is_heavy
 from interlace.ir.sizes import Size
+from interlace.passes.uses import returned_by, used_by
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,17 @@ class FormRegions:
     def run(self, program: Program) -> Program:
         """The same Program, with chains of small calls as calls of regions."""
         former = _Former(program)
-        ops = [op for run in _runs(program, former.arrived) for op in former.form(run)]
+        ops: list[Op] = []
+        for run, following in former.runs():
+            ops += former.form(run)
+            if following is not None:
+                ops.append(following)
         return program.replace(ops=tuple(ops), regions=tuple(former.regions.values()))
 
 
-def _small(op: Op) -> bool:
+def _small(op: Call) -> bool:
     return (
-        isinstance(op, Call)
-        and op.fn.startswith(("aten.", "prims."))
+        op.fn.startswith(("aten.", "prims."))
         and len(op.fresh) == 1
         and not (op.outs or op.written or op.draws or op.facts.unwritten)
         and op.site is None
@@ -73,61 +76,52 @@ def _is_fixed(value: Arg) -> bool:
     return all(map(_is_fixed, value)) if isinstance(value, tuple) else not isinstance(value, Size)
 
 
-def _runs(program: Program, arrived: set[str]) -> Iterator[list[Op]]:
-    """The list in pieces: runs of small calls on one stream, and single other ops."""
-    run: list[Op] = []
-    made: set[str] = set()
-    awaited: set[str] = set()
-    """Arrived buffers for which the run's first call waits."""
-    for op in program.ops:
-        together = bool(run) and _small(op) and _small(run[-1]) and op.stream == run[-1].stream
-        if isinstance(op, Call) and together:
-            views = op.views()
-            inside = [view for view in views if view.buffer in made]
-            together = all(view.buffer not in arrived - awaited for view in views) and all(
-                _as_node(step) is not None for view in inside for step in view.steps
-            )
-        if not together:
-            if run:
-                yield run
-            run, made = [], set()
-            awaited = arrived.intersection(access.view.buffer for access in op.reads())
-        run.append(op)
-        if isinstance(op, Call):
-            made.update(buffer.name for buffer in op.fresh)
-    if run:
-        yield run
-
-
 class _Former:
     """Makes regions of runs, each body once."""
 
     def __init__(self, program: Program) -> None:
+        self.program, self.buffers = program, program.buffers()
         self.regions = {region.name: region for region in program.regions}
         self.known = {repr((r.inputs, r.body, r.outputs)): r.name for r in program.regions}
         """Regions by their text: 2 and 2.0 are equal, and mean other things to an operator."""
-        self.buffers = program.buffers()
-        self.arrived = {
-            access.view.buffer
-            for op in program.ops
-            if not isinstance(op, Call | Alloc)
-            for access in op.writes()
-        }
+        calls = program.calls()
+        self.small = {i: call for i, call in calls.items() if _small(call)}
+        others = (op for i, op in enumerate(program.ops) if i not in calls)
+        self.arrived = {access.view.buffer for op in others for access in op.writes()}
         """Buffers that communication, or a copy, fills."""
-        self.readers: dict[str, int] = {}
-        for op in program.ops:
-            for name in {access.view.buffer for access in (*op.reads(), *op.writes())}:
-                self.readers[name] = self.readers.get(name, 0) + 1
-        for arg in program.returned():
-            for view in views_in(arg):
-                self.readers[view.buffer] = self.readers.get(view.buffer, 0) + 1
+        self.readers = Counter(name for op in program.ops for name in used_by((op,)))
+        self.readers.update(returned_by(program))
 
-    def form(self, run: list[Op]) -> list[Op]:
-        """The run with every group of calls that share data as a region."""
-        calls = [op for op in run if isinstance(op, Call) and _small(op)]
-        if len(calls) != len(run):
-            return run
-        formed: list[Op] = []
+    def runs(self) -> Iterator[tuple[list[Call], Op | None]]:
+        """The list in pieces: small calls that follow one another on one stream, and another op
+        behind them."""
+        run: list[Call] = []
+        made: set[str] = set()
+        for i, op in enumerate(self.program.ops):
+            call = self.small.get(i)
+            if call is None or not self.continues(run, made, call):
+                yield run, op if call is None else None
+                run, made = [], set()
+            if call is not None:
+                run.append(call)
+                made.add(call.fresh[0].name)
+        yield run, None
+
+    def continues(self, run: Sequence[Call], made: set[str], call: Call) -> bool:
+        """True if a call may go on with a run: it waits for nothing that arrives, but for what the
+        first call waits for, and views of what the run has `made` are operators too."""
+        if not run or run[-1].stream != call.stream:
+            return False
+        awaited = {view.buffer for view in run[0].views()}
+        views = call.views()
+        inside = (step for view in views if view.buffer in made for step in view.steps)
+        return all(
+            view.buffer in awaited or view.buffer not in self.arrived for view in views
+        ) and all(_as_node(step) is not None for step in inside)
+
+    def form(self, calls: Sequence[Call]) -> list[Call]:
+        """A run with every group of calls that share data as a region."""
+        formed: list[Call] = []
         for group in self.connected(calls):
             call = self.region(group) if len(group) > 1 else None
             formed += [call] if call is not None else group
@@ -158,27 +152,18 @@ class _Former:
     def alike(self, name: str, made: Buffer) -> bool:
         """True if a buffer has as many elements as one that is made."""
         shapes = self.buffers[name].shape, made.shape
-        sizes = [[size for size in shape if isinstance(size, int)] for shape in shapes]
-        return (
-            all(map(len, sizes))
-            and math.prod(sizes[0]) == math.prod(sizes[1])
-            and all(len(known) == len(shape) for known, shape in zip(sizes, shapes, strict=True))
-        )
+        one, other = ([size for size in shape if isinstance(size, int)] for shape in shapes)
+        fixed = (len(one), len(other)) == tuple(map(len, shapes))
+        return bool(fixed and one and other) and math.prod(one) == math.prod(other)
 
     def region(self, calls: list[Call]) -> Call | None:
         """A call of the region of these calls; None where nobody would see what it computes."""
         body = _RegionBody()
         for call in calls:
             body.add(call)
-        inside: dict[str, int] = {}
-        for call in calls:
-            for name in {*(view.buffer for view in call.views()), call.fresh[0].name}:
-                inside[name] = inside.get(name, 0) + 1
-        outputs: list[Buffer] = []
-        for call in calls:
-            (buffer,) = call.fresh
-            if self.readers[buffer.name] > inside[buffer.name]:
-                outputs.append(buffer)
+        inside = Counter(name for call in calls for name in used_by((call,)))
+        made = [call.fresh[0] for call in calls]
+        outputs = [buffer for buffer in made if self.readers[buffer.name] > inside[buffer.name]]
         if not outputs:
             return None
         names = tuple(body.values[View(buffer.name)] for buffer in outputs)

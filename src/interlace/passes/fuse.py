@@ -17,23 +17,20 @@ together stay as peer copies, with a remark.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from interlace.errors import ProgramError
 from interlace.ir import (
-    Alloc,
     Call,
     Copy,
     Expect,
-    Free,
     Fused,
     FusedKernel,
     FusedMember,
     Get,
-    Notify,
     Op,
     Program,
     Record,
@@ -43,7 +40,7 @@ from interlace.ir import (
 )
 from interlace.ir.kernels import kernel_matmul
 from interlace.ir.operators import matmul_of
-from interlace.ir.overlap import Overlaps, ViewExtent, representatives
+from interlace.ir.overlap import representatives
 from interlace.strategies import row_of
 
 
@@ -55,49 +52,32 @@ class Fuse:
 
     def run(self, program: Program) -> Program:
         """The Program with the chunks of its fused sites brought together."""
-        apart: dict[int, str] = {}
-        overlaps: Overlaps | None = None
+        reasons: dict[int, str] = {}
         for members in reversed(groups(program)):
             site = program.ops[members[0]].site
             assert site is not None
-            overlaps = overlaps or Overlaps(program)  # joining changes no buffer
             try:
-                _check_apart(program.ops, members, overlaps)
                 program = program.replace(ops=tuple(_Joining(program.ops, members).joined()))
             except _Apart as reason:
-                apart[site] = str(reason)
-        return _with_reasons(_with_kernels(program), apart)
+                reasons[site] = str(reason)
+        return _with_reasons(_with_kernels(program), reasons)
 
 
 class _Apart(Exception):
     """The chunks cannot be brought together, and why."""
 
 
-def _check_apart(ops: Sequence[Op], members: Sequence[int], overlaps: Overlaps) -> None:
-    """Refuses chunks that touch the same bytes: parts of one op are not ordered."""
-    seen: defaultdict[str, list[tuple[ViewExtent, bool]]] = defaultdict(list)
-    for index in members:
-        accesses = [(access.view, False) for access in ops[index].reads()]
-        accesses += [(access.view, True) for access in ops[index].writes()]
-        extents = [(view.buffer, overlaps.extent(view), writes) for view, writes in accesses]
-        for name, extent, writes in extents:
-            if any((writes or wrote) and extent.meets(other) for other, wrote in seen[name]):
-                raise _Apart(f"{_name(ops[index])} depends on a chunk before it")
-        for name, extent, writes in extents:
-            seen[name].append((extent, writes))
-
-
-def _with_reasons(program: Program, apart: dict[int, str]) -> Program:
+def _with_reasons(program: Program, reasons: dict[int, str]) -> Program:
     """The Program whose sites say why they are not fused, and its remarks where some are not."""
     fused = {op.site for op in program.ops if isinstance(op, Fused)}
     sites = tuple(
-        _unfused(site, f"not fused: {why}")
-        if (why := apart.get(site.id, "")) and site.id not in fused
+        _unfused(site, f"not fused: {reasons[site.id]}")
+        if site.id in reasons and site.id not in fused
         else site
         for site in program.sites
     )
     remarks = [
-        Remark(Fuse.name, f"a matmul stays in chunks: {why}", site) for site, why in apart.items()
+        Remark(Fuse.name, f"a matmul stays in chunks: {why}", site) for site, why in reasons.items()
     ]
     return program.replace(sites=sites).remarked(remarks)
 
@@ -133,7 +113,8 @@ def _with_kernel(program: Program, op: Fused, gathers: bool) -> tuple[Fused, str
 
 def _gathers(program: Program, op: Fused) -> list[FusedKernel]:
     """The kernel that takes the others' rows in as many ranges as a gather's parts."""
-    awaited = [program.team(m.team).size - 1 for m in op.members if isinstance(m, Expect)]
+    levels = (member.ordering().expects for member in op.members)
+    awaited = [program.team(level.team).size - 1 for level in levels if level is not None]
     others = max(awaited, default=1)  # without any, no kernel fits in any case
     return [FusedKernel(kind="gather_matmul", pieces=max(1, (len(op.parts) - 1) // others))]
 
@@ -168,30 +149,20 @@ class _Joining:
         """All ops, with the Fused in place of its members."""
         ops, first, last = self.ops, self.first, self.last
         self._sort()
-        turn = next(
-            (
-                i
-                for i in range(first, last + 1)
-                if ops[i].stream != self.stream and self._awaits(ops[i])
-            ),
-            last + 1,
-        )
-        known = {op.event for op in ops[:turn] if isinstance(op, Record)} - self.recorded
+        others = [i for i in range(first, last + 1) if ops[i].stream != self.stream]
+        behind = (i for i in others if ops[i].ordering().waits in self.recorded)
+        turn = next(behind, last + 1)
+        known = {op.ordering().records for op in ops[:turn]} - self.recorded
         for wait in self.waits:
             if wait.event not in known:
                 raise _Apart(f"one of its chunks waits for {wait.event}, which comes after it")
         own = ops[first]
         parts = tuple(map(tuple, self.parts))
         fused = Fused(parts=parts, stream=own.stream, site=own.site, loc=own.loc)
-        early, late = (
-            [op for op in ops[start:stop] if op.stream != self.stream]
-            for start, stop in ((first, turn), (turn, last + 1))
-        )
+        early = [ops[i] for i in others if i < turn]
+        late = [ops[i] for i in others if i >= turn]
         middle = [*early, *self.before, *self.waits, fused, *late, *self.after]
         return [*ops[:first], *middle, *ops[last + 1 :]]
-
-    def _awaits(self, op: Op) -> bool:
-        return isinstance(op, Wait) and op.event in self.recorded
 
     def _sort(self) -> None:
         """Deals what stands on the stream to the parts, or before or after them."""
@@ -199,6 +170,7 @@ class _Joining:
         inside = False  # whether an event recorded here is one of the chunk before it
         for index in range(self.first, self.last + 1):
             op = self.ops[index]
+            ordering = op.ordering()
             if op.stream != self.stream:
                 if index in self.members:
                     raise _Apart("its chunks are on several streams")
@@ -214,17 +186,14 @@ class _Joining:
                     self.recorded.add(op.event)
                 case Wait():
                     self.waits.append(op)
-                case Alloc():
+                case _ if ordering.takes:
                     self.before.append(op)
-                case Free() | Notify():
+                case _ if ordering.raises or ordering.frees is not None:
                     self.after.append(op)
                     inside = False
                 case _:
-                    raise _Apart(f"{_name(op)} stands between its chunks")
-
-
-def _name(op: Op) -> str:
-    return op.fn if isinstance(op, Call) else type(op).__name__
+                    name = op.fn if isinstance(op, Call) else type(op).__name__
+                    raise _Apart(f"{name} stands between its chunks")
 
 
 def _unfused(site: Site, reason: str) -> Site:
@@ -246,8 +215,8 @@ def groups(program: Program) -> list[tuple[int, ...]]:
     """The calls of each group as list indices, in order."""
     kinds = {site.id: site.kind for site in program.sites if _fuses(site)}
     found: dict[object, list[int]] = {}
-    for index, op in enumerate(program.ops if kinds else ()):
-        if isinstance(op, Call) and op.site in kinds and _fills_fusable(op):
+    for index, op in program.calls().items() if kinds else ():
+        if op.site in kinds and _fills_fusable(op):
             gathers = kinds[op.site] == "all_gather_matmul"
             found.setdefault((op.site, op.outs[0].buffer if gathers else ""), []).append(index)
     return [tuple(members) for members in found.values() if len(members) > 1]
@@ -269,25 +238,22 @@ def arrivals(program: Program) -> list[int]:
     found, awaited = list[int](), dict[int | None, list[int]]()
     made = Counter[str]()  # by buffer: matmuls that fill it,
     sums: dict[str, list[list[int]]] = {}  # and its sums, each behind what it awaits
+    calls = program.calls()
     for index, op in enumerate(program.ops if sites else ()):
-        if isinstance(op, Expect):
+        call = calls.get(index) if op.site in sites else None
+        if op.ordering().expects:
             awaited.setdefault(op.site, []).append(index)
-        elif isinstance(op, Call) and op.fn == SUM and op.site in sites:
-            (slots,) = op.views()
+        elif call is not None and call.fn == SUM:
+            (slots,) = call.views()
             sums.setdefault(slots.buffer, []).append([*awaited.pop(op.site, []), index])
-        elif isinstance(op, Call) and op.site in sites and _fills_fusable(op):
-            made[op.outs[0].buffer] += 1
+        elif call is not None and _fills_fusable(call):
+            made[call.outs[0].buffer] += 1
         elif isinstance(op, Get | Copy) and op.site in back:
             found += [*awaited.pop(op.site, []), index]
     for slots, mine in sums.items():
         beside = made[slots] == len(mine)
         found += [index for each in mine[:-1] for index in (each if beside else each[:-1])]
     return sorted(found)
-
-
-def used_by(ops: Iterable[Op]) -> set[str]:
-    """The buffers that ops read or write, a peer's copies included."""
-    return {access.view.buffer for op in ops for access in (*op.reads(), *op.writes())}
 
 
 def _fills_fusable(op: Call) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from interlace.errors import PassError
-from interlace.ir import Fused, HostSync, Op, Program, Record, Wait
+from interlace.ir import Fused, Op, Program, Record, Wait
 from interlace.passes.dependencies import Before, dependencies
 from interlace.passes.rewrite import Rewrite
 
@@ -55,7 +55,8 @@ def strip_events(program: Program) -> Program:
     """The Program without its `Record`s and `Wait`s."""
     if any(isinstance(op, Fused) for op in program.ops):
         raise PassError(f"{program.name} holds fused ops: the pass fuse comes last, and only once")
-    return program.replace(ops=tuple(op for op in program.ops if not isinstance(op, Record | Wait)))
+    orders = ((op, op.ordering()) for op in program.ops)
+    return program.replace(ops=tuple([op for op, o in orders if not (o.records or o.waits)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ def clocks(ops: Sequence[Op], before: Before) -> Order:
         position.append(mine[here])
         clock.append(tuple(mine))
         waits.append(tuple(sorted(kept)))
-        if isinstance(op, HostSync):  # the host issues nothing more until this op is done
+        if op.ordering().holds_host:  # the host issues nothing more until this op is done
             for other in now:
                 for there, count in enumerate(mine):
                     other[there] = max(other[there], count)

@@ -13,35 +13,26 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 from interlace.cost import Machine
+from interlace.cost.choose import Estimate
 from interlace.errors import PassError
-from interlace.ir import (
-    Expect,
-    Get,
-    Group,
-    Notify,
-    Program,
-    Put,
-    Recv,
-    Remark,
-    Send,
-    validate,
-)
+from interlace.ir import Program, Remark, validate
 from interlace.ir.program import exchanged_sizes
 from interlace.ir.sizes import MOST, deciding
 from interlace.options import Options
 from interlace.passes.accumulate import Accumulate
 from interlace.passes.decompose import Decompose
-from interlace.passes.find_sites import FindSites
+from interlace.passes.find_sites import Analysis, FindSites
 from interlace.passes.form_regions import FormRegions
 from interlace.passes.fuse import Fuse
 from interlace.passes.insert_sync import InsertSync
 from interlace.passes.place_resharding import PlaceResharding
 from interlace.passes.plan_memory import PlanMemory
 from interlace.passes.schedule import Schedule
+from interlace.passes.strategies.choose import Chooser
 from interlace.passes.strategies.reconsider import reconsidered
 from interlace.passes.take_turns import TakeTurns
 from interlace.strategies import rows_of
@@ -136,13 +127,13 @@ def run_pipeline(
 
 
 def lowering(
-    options: Options, machine: Machine | None = None, transport: str | None = None, chunks: int = 0
+    options: Options, machine: Machine | None = None, protocol: str | None = None, chunks: int = 0
 ) -> tuple[Pass, ...]:
-    """The passes that lower a serial Program with these options; `transport` and `chunks` are those
+    """The passes that lower a serial Program with these options; `protocol` and `chunks` are those
     of `decompose`."""
     decompose = Decompose(machine=machine, strategy="serial")
     if options.overlap:
-        how = {"strategy": options.strategy, "transport": transport, "chunks": chunks}
+        how = {"strategy": options.strategy, "protocol": protocol, "chunks": chunks}
         decompose = dataclasses.replace(decompose, **how)
     found: list[Pass] = [FindSites(), decompose]
     if options.overlap:
@@ -161,40 +152,58 @@ def lower(
     program: Program,
     options: Options,
     machine: Machine | None = None,
-    transport: str | None = None,
+    protocol: str | None = None,
     chunks: int = 0,
 ) -> Program:
     """The overlapped Program of a serial one (with `overlap=False`, the serial one made ready).
 
-    `transport` and `chunks` are those of `decompose`: None and 0 choose for each site.
+    `protocol` and `chunks` are those of `decompose`: None and 0 choose for each site.
 
     Where messages, signals or one-sided copies are written by hand, the streams that they are on
     may be what keeps ranks from waiting for each other, or an order what nothing else shows. So
     such a Program is proved once more, and left as it is where passes would make it unsound.
     """
-    passes = lowering(options, machine, transport, chunks)
+    passes = lowering(options, machine, protocol, chunks)
     seen: list[Program] = []
-
-    def see(_: Pass, made: Program) -> None:
-        seen.append(made)
-
-    made = run_pipeline(program, passes, on_pass=see)
+    made = run_pipeline(program, passes, on_pass=lambda _, after: seen.append(after))
     pinned = {n: v for n, v in made.sizes.pinned.items() if n not in program.sizes.pinned}
     if pinned:
         # Sites are followed, and proofs found, by numbers where they were not by names. One at a
         # time: where the smallest, such as a batch, is a number, others need not be pinned.
         _, name = min((value, name) for name, value in pinned.items())
-        return lower(program.pin([name]), options, machine, transport, chunks)
+        return lower(program.pin([name]), options, machine, protocol, chunks)
     if options.overlap and options.strategy == "auto" and machine and machine.device != "cpu":
         copies = options.transport in ("auto", "peer") and "peer" in dict(machine.links)
-        at = next(i for i, item in enumerate(passes) if isinstance(item, Decompose))
+        at = _place(passes)
         done = {site.id for site in program.sites if site.strategy != "serial"}
-        made = reconsidered(seen[at - 1], made, passes[at:], machine, done, copies)
-    by_hand = Send | Recv | Group | Notify | Expect | Put | Get
-    if any(isinstance(op, by_hand) for op in program.ops):
+        later = passes[at + 1 :]
+        made = reconsidered(seen[at - 1], seen[at], made, later, machine, done, copies)
+    orders = [op.ordering() for op in program.ops]
+    by_hand = any(op.one_sided for op in program.ops)
+    if by_hand or any(order.messages or order.raises or order.expects for order in orders):
         if not prove(made).sound and prove(program).sound:
             return program.remarked([Remark("lower", "left as written: it would be unsound")])
     return made
+
+
+def candidates(
+    program: Program, options: Options, machine: Machine
+) -> dict[int, tuple[Estimate, ...]]:
+    """The estimates of each site that can be overlapped, serial first; of a Program with named
+    sizes for the values in its head."""
+    passes = lowering(options, machine)
+    marked = run_pipeline(program.at(program.sizes.values), passes[: _place(passes)])
+    analysis, chooser = Analysis.of(marked), Chooser(machine, 0)
+    return {
+        number: chooser.candidates(analysis.values, item.site)
+        for item in analysis.found
+        if (number := marked.ops[item.collective].site) is not None and item.site is not None
+    }
+
+
+def _place(passes: Sequence[Pass]) -> int:
+    """Number of passes in front of `decompose`."""
+    return next(i for i, item in enumerate(passes) if isinstance(item, Decompose))
 
 
 def spell(item: Pass) -> str:

@@ -28,11 +28,11 @@ from interlace.ir import (
 from interlace.ir.operators import is_kind
 from interlace.ir.overlap import representatives
 from interlace.passes.find_sites import FindSites
-from interlace.passes.rewrite import Rewrite
+from interlace.passes.rewrite import Rewrite, declaring
 from interlace.passes.sites.cone import operands, result_of
 from interlace.passes.sites.recognise import uses_of
 from interlace.passes.sites.rows import Refused
-from interlace.passes.sites.values import Dataflow
+from interlace.passes.sites.values import PADS, Dataflow
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class _Gather:
         calls = [values.calls[m] for m in moves if m in values.calls]
         if len(calls) < len(moves):
             return "copies stand between"
-        pads = any(op.fn == "aten.constant_pad_nd.default" for op in calls)
+        pads = any(op.fn == PADS for op in calls)
         if pads and not is_kind(call.fn, "cast"):
             return "padding stands between"
         steps = [step for op in (call, *calls) for view in op.views() for step in view.steps]
@@ -206,14 +206,12 @@ class _Gather:
     def _declared(self, rewrite: Rewrite, buffer: Buffer) -> None:
         """Declares another buffer where the gathered tensor was."""
         index = self.values.allocs[self.name]
-        changed = dataclasses.replace(self.values.program.ops[index], buffer=buffer)
-        rewrite.replace(index, changed)
+        rewrite.replace(index, declaring(self.values.program.ops[index], buffer))
 
 
 def _computed(call: Call, operand: View, other: View, result: Buffer) -> Call:
     """The same computation of another operand, into another buffer."""
     made = map_views(call, lambda view: other if view == operand else view)
-    assert isinstance(made, Call)
     return dataclasses.replace(made, fresh=(result,))
 
 

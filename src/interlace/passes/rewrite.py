@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from interlace.ir import Group, Op
+from interlace.ir import Alloc, Buffer, Group, Op
 
 
 def tagged(op: Op, **common: Any) -> Op:
@@ -22,6 +22,12 @@ def tagged(op: Op, **common: Any) -> Op:
     if isinstance(op, Group):
         common["ops"] = tuple([dataclasses.replace(member, **common) for member in op.ops])
     return dataclasses.replace(op, **common)
+
+
+def declaring(alloc: Op, buffer: Buffer) -> Op:
+    """An Alloc, of another buffer."""
+    assert isinstance(alloc, Alloc)
+    return dataclasses.replace(alloc, buffer=buffer)
 
 
 class Rewrite:

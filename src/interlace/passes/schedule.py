@@ -23,23 +23,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from interlace.errors import PassError
-from interlace.ir import (
-    Alloc,
-    Buffer,
-    Call,
-    Collective,
-    Copy,
-    Get,
-    HostSync,
-    Op,
-    Program,
-    Put,
-)
+from interlace.ir import Buffer, Copy, Op, Program
 from interlace.ir.operators import is_heavy
 from interlace.passes.dependencies import Before, dependencies, followers, symmetric_buffers
-from interlace.passes.fuse import arrivals, groups, used_by
+from interlace.passes.fuse import arrivals, groups
 from interlace.passes.insert_sync import clocks, strip_events
-from interlace.passes.rewrite import tagged
+from interlace.passes.rewrite import declaring, tagged
+from interlace.passes.uses import allocs_of, puts_of, used_by
 
 WHOLE, LIGHT = 96, 8
 LANES = {"compute": "main", "comm": "comm", "arrival": "arrivals"}
@@ -82,11 +72,10 @@ def role(op: Op, symmetric: Mapping[str, Buffer]) -> str:
         return "late"
     if ordering.raises or ordering.frees is not None or ordering.holds_host:
         return "early"
-    if ordering.meets or ordering.messages or isinstance(op, Put | Get):
+    if ordering.meets or ordering.messages or op.one_sided:
         return "comm"
-    if isinstance(op, Copy) and op.site is not None:
-        return "comm" if {op.src.buffer, op.dst.buffer} & symmetric.keys() else "compute"
-    return "compute"
+    moves = isinstance(op, Copy) and op.site is not None and used_by((op,)) & symmetric.keys()
+    return "comm" if moves else "compute"
 
 
 class _Player:
@@ -188,7 +177,7 @@ class _Player:
 
     def _declared(self) -> dict[int, list[int]]:
         """Allocations of all buffers that a kernel uses, by the kernel's first op."""
-        allocs = {op.buffer.name: i for i, op in enumerate(self.ops) if isinstance(op, Alloc)}
+        allocs = allocs_of(self.ops)
         found: dict[int, list[int]] = {}
         for group in set(self.group.values()):
             names = used_by(self.ops[i] for i in group)
@@ -216,7 +205,7 @@ class _Player:
                 continue
             last = max(self.needs[index], key=lambda i: (self.finish[i], i), default=None)
             self.finish[index] = self.finish[last] if last is not None else 0
-            host = isinstance(self.ops[index], HostSync)
+            host = self.ops[index].ordering().holds_host
             self._place(index, "main" if last is None or host else self.stream[last])
             for other in self._wake(index):
                 heapq.heappush(queue, other)
@@ -237,9 +226,10 @@ class _Player:
 
     def _weights(self) -> list[int]:
         """Duration of each op on its lane: Note [Weights]."""
+        calls = self.program.calls()
         heavy = [
-            self.roles[i] == "comm" or (isinstance(op, Call) and is_heavy(op.fn))
-            for i, op in enumerate(self.ops)
+            role == "comm" or (i in calls and is_heavy(calls[i].fn))
+            for i, role in enumerate(self.roles)
         ]
         weights = [WHOLE if whole else LIGHT for whole in heavy]
         sharing: dict[tuple[int, str], list[int]] = {}
@@ -277,11 +267,10 @@ class _Player:
             for site in self.program.sites
             if site.protocol == "put" and site.kind.startswith("matmul_")
         }
-        puts = [i for i, op in enumerate(self.ops) if isinstance(op, Put) and op.site in made]
-        for site in made:
-            mine = [i for i in puts if self.ops[i].site == site]
-            for index in mine:
-                ranks[index] = min(ranks[other] for other in mine)
+        for puts in puts_of(self.program, made).values():
+            first = min(ranks[index] for index, _ in puts)
+            for index, _ in puts:
+                ranks[index] = first
         return ranks
 
 
@@ -291,7 +280,8 @@ def _on_main(program: Program) -> tuple[Program, Before | None]:
     That is so where all that `main` has done before comes before them, and all that it does after
     them must await them; and no other collective may be under way.
     """
-    if not any(isinstance(op, Collective) and op.stream == "comm" for op in program.ops):
+    collectives = program.collectives()
+    if not any(op.stream == "comm" for op in collectives.values()):
         return program, None
     ops, before = list(program.ops), dependencies(program, listed=False)
     order = clocks(ops, before)
@@ -306,7 +296,7 @@ def _on_main(program: Program) -> tuple[Program, Before | None]:
     for index, op in enumerate(program.ops):
         if order.lane[index] == main:
             done, known = order.position[index], order.clock[index][comm]
-        elif isinstance(op, Collective):
+        elif index in collectives:
             later = following[index]
             after = later == len(ops) or order.clock[later][comm] >= order.position[index]
             if after and order.clock[index][main] == done and known >= issued:
@@ -318,9 +308,10 @@ def _on_main(program: Program) -> tuple[Program, Before | None]:
 
 def _without_slot(op: Op) -> Op:
     """A symmetric buffer's slot was chosen for another order; `plan_memory` chooses anew."""
-    if isinstance(op, Alloc) and op.buffer.kind == "symmetric" and op.buffer.storage is not None:
-        return dataclasses.replace(op, buffer=dataclasses.replace(op.buffer, storage=None))
-    return op
+    buffer = op.ordering().takes
+    if buffer is None or buffer.kind != "symmetric":
+        return op
+    return declaring(op, dataclasses.replace(buffer, storage=None))
 
 
 def _on(op: Op, stream: str) -> Op:

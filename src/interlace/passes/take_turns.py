@@ -15,22 +15,22 @@ whose kernel would have to wait for all turns.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import ClassVar
 
-from interlace.ir import Expect, Notify, Op, Program, Put, RankIndex, Record
+from interlace.ir import Expect, Notify, Op, Program, Put, RankIndex
 from interlace.ir.overlap import representatives
 from interlace.passes.rewrite import Rewrite
 from interlace.passes.strategies.emitter import Names
+from interlace.passes.uses import Placed, puts_of
 
 TURN_BYTES = 4 << 20
 """Copies into each peer for which turns pay: three of this size take 75 us with turns and 80
 without, three of half of that 56 and 48 (four H200)."""
-Visit = list[tuple[int, Put]]
-"""The puts of a site into one peer, with their places in the list."""
+Visit = list[Placed]
+"""The puts of a site into one peer."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,8 @@ class TakeTurns:
         names, buffers = Names(program), program.buffers()
         wheres = [program.where(rank) for rank in representatives(program)]
         wanted = {site.id for site in program.sites if site.kind.startswith("matmul_")}
-        puts: defaultdict[int, Visit] = defaultdict(list)
-        for index, op in enumerate(program.ops):
-            if isinstance(op, Put) and op.site in wanted:
-                puts[op.site].append((index, op))
         rewrite = Rewrite(program.ops)
-        for placed in puts.values():
+        for placed in puts_of(program, wanted).values():
             visits = _visits(placed, program.ops)
             boxes = ([p.src.box(buffers[p.src.buffer], w) for _, p in placed] for w in wheres)
             most = max(sum(box.nbytes for box in listed) for listed in boxes)
@@ -80,7 +76,7 @@ def _visits(puts: Visit, ops: Sequence[Op]) -> list[Visit]:
     if len(streams) != 1 or not all(isinstance(put.peer, RankIndex) for _, put in puts):
         return []
     between = ops[puts[0][0] : puts[-1][0]]
-    if any(isinstance(op, Expect) and op.stream in streams for op in between):
+    if any(op.ordering().expects and op.stream in streams for op in between):
         return []  # it waits for peers already
     visits = [list(group) for _, group in groupby(puts, lambda placed: placed[1].peer)]
     offsets = [_offset(visit[0][1]) for visit in visits]
@@ -93,7 +89,8 @@ def _told(ops: Sequence[Op], last: int) -> int:
     told = last
     for index in range(last + 1, len(ops)):
         if ops[index].stream == ops[last].stream:
-            if not isinstance(ops[index], Notify | Record):
+            ordering = ops[index].ordering()
+            if not (ordering.raises or ordering.records):
                 break
             told = index
     return told

@@ -7,11 +7,10 @@ device's streams, and runs them. Another device adds a file with its engine and 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,15 +26,16 @@ from interlace.comm import (
 )
 from interlace.errors import BackendError, ExecutorError, UnsupportedError
 from interlace.ir import Op, Program
-from interlace.ir.sizes import named
 from interlace.options import Options
-from interlace.runtime.calling.calls import Results
+from interlace.runtime.calling.calls import Outputs, Results
 from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Parameters
 from interlace.runtime.prepare.plan import Plan
 from interlace.runtime.prepare.registered import Wanted
-from interlace.runtime.run_sizes import RunSizes
 from interlace.runtime.values import ValueTable
+
+if TYPE_CHECKING:
+    from interlace.runtime.executor import RunLabel
 
 BeforeOp = Callable[[int, int, Op], None]
 """Called as (rank, index, op) before each op, on its stream: delays and faults for tests."""
@@ -87,48 +87,6 @@ class ShareRequest:
                 team.refuse_memory(f"{self.plan.program.name} {why}")
 
 
-MIXER, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
-"""Multiplier that spreads 32 bits over the 64 of a tag, and the mask of 64 bits."""
-
-
-class RunLabel:
-    """Label that peers use to identify a run."""
-
-    def __init__(
-        self,
-        name: str,
-        tag_at: Callable[[tuple[int, ...]], int],
-        sizes: RunSizes,
-        peer_text: Callable[[int], str] | None = None,
-    ) -> None:
-        """`peer_text` tells the ops of peers by index, where they are the same as this rank's."""
-        self._name, self._tag_at, self._sizes = name, tag_at, sizes
-        self.peer_text = peer_text
-        self.origin = ""
-        """Mark of what the next runs belong to, beside their Program."""
-        sizes.follow(list(map(named, sizes.values)), self._turned)
-
-    def _turned(self, _: tuple[int, ...]) -> None:
-        told = [f", {name} = {value}" for name, value in self._sizes.values.items()]
-        self.name, self.tag = f"{self._name}{''.join(told)}", self._tag_at(self._sizes.at)
-        self._join()
-
-    def carry(self, origin: str) -> None:
-        """Says what the next runs belong to, beside their Program: runs of equal Programs that
-        belong to something else are others to the peers."""
-        if origin != self.origin:
-            self.origin = origin
-            self._join()
-
-    def _join(self) -> None:
-        tag, name = self.tag, self.name
-        if self.origin:
-            tag ^= (zlib.crc32(self.origin.encode()) * MIXER) & MASK
-            name = f"{name} {self.origin}"
-        self.entry = tag, name, self.peer_text
-        """As `Control.enter` takes it. The tag is the same on all ranks that run these sizes."""
-
-
 @dataclass(frozen=True, slots=True)
 class EngineContext:
     plan: Plan
@@ -157,11 +115,9 @@ class EngineContext:
         self.inputs.let_go()
         self.outputs.let_go()
 
-    def wait(self, index: int, check: Callable[[], None], member: int | None = None) -> BoundedWait:
-        """Bounded wait of op `index` (or, if it is a Fused, of one of its members)."""
-        return BoundedWait(
-            self.timeout_s, lambda: self.flight.describe(index, member), check, self.log
-        )
+    def wait(self, index: int, check: Callable[[], None]) -> BoundedWait:
+        """Bounded wait of op `index`."""
+        return BoundedWait(self.timeout_s, lambda: self.flight.describe(index), check, self.log)
 
     def wait_for(self, what: str, check: Callable[[], None]) -> BoundedWait:
         """Bounded wait of this rank for something that is no op."""
@@ -228,7 +184,8 @@ class Engine:
 
     def turn(self, at: Sequence[int]) -> None:
         """Makes the next runs those of these values of the named sizes; raises within a run."""
-        self.refuse_nested()
+        if self._under_way:
+            raise self.nested()
         self.context.values.sizes.turn(at)
 
     def issue(
@@ -236,16 +193,15 @@ class Engine:
         inputs: Sequence[torch.Tensor],
         out: Sequence[torch.Tensor] | None,
         at: Any = None,
-    ) -> tuple[Any, ...]:
+    ) -> Outputs:
         """One run, and its results. The Executor holds the lock, and everything was checked: by
         `admit`, which gave `at`, or (None) by the Executor."""
         raise NotImplementedError
 
-    def refuse_nested(self) -> None:
-        """Raises in a run of this engine's own."""
-        if self._under_way:
-            name = self.context.label.name
-            raise ExecutorError(f"{name} was called in a run of its own: make another Executor")
+    def nested(self) -> ExecutorError:
+        """Error of a run within a run of this engine's own."""
+        name = self.context.label.name
+        return ExecutorError(f"{name} was called in a run of its own: make another Executor")
 
     def check_teams(self) -> None:
         """Raises what stopped a rank of a team."""

@@ -18,7 +18,8 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,19 +29,18 @@ from interlace.comm import TeamComm, limit_s, team_of
 from interlace.comm.resets import reset_in_turn
 from interlace.comm.teams import check_alive, check_process, check_size
 from interlace.cost import Timeline
-from interlace.errors import ExecutorError, InterlaceError, TeamError
+from interlace.errors import ExecutorError, TeamError
 from interlace.ir import Program, validate
 from interlace.ir.program import exchanged_sizes, lasting_sizes
-from interlace.ir.sizes import FIXED, settled
+from interlace.ir.sizes import FIXED, named, settled
 from interlace.ir.types import Member
 from interlace.ir.validate import refuse_others
 from interlace.options import BACKENDS, Options
-from interlace.runtime.calling.calls import reader_of
+from interlace.runtime.calling.calls import Outputs, reader_of
 from interlace.runtime.engine import (
     BeforeOp,
     Engine,
     EngineContext,
-    RunLabel,
     ShareRequest,
     TeamResources,
     engine_for,
@@ -53,6 +53,47 @@ from interlace.runtime.prepare.registered import collect
 from interlace.runtime.run_sizes import RunSizes
 from interlace.runtime.values import ValueTable, arena_for
 
+MIXER, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+"""Multiplier that spreads 32 bits over the 64 of a tag, and the mask of 64 bits."""
+
+
+class RunLabel:
+    """Label that peers use to identify a run."""
+
+    def __init__(
+        self,
+        name: str,
+        tag_at: Callable[[tuple[int, ...]], int],
+        sizes: RunSizes,
+        peer_text: Callable[[int], str] | None = None,
+    ) -> None:
+        """`peer_text` tells the ops of peers by index, where they are the same as this rank's."""
+        self._name, self._tag_at, self._sizes = name, tag_at, sizes
+        self.peer_text = peer_text
+        self.origin = ""
+        """Mark of what the next runs belong to, beside their Program."""
+        sizes.follow(list(map(named, sizes.values)), self._turned)
+
+    def _turned(self, _: tuple[int, ...]) -> None:
+        told = [f", {name} = {value}" for name, value in self._sizes.values.items()]
+        self.name, self.tag = f"{self._name}{''.join(told)}", self._tag_at(self._sizes.at)
+        self._join()
+
+    def carry(self, origin: str) -> None:
+        """Says what the next runs belong to, beside their Program: runs of equal Programs that
+        belong to something else are others to the peers."""
+        if origin != self.origin:
+            self.origin = origin
+            self._join()
+
+    def _join(self) -> None:
+        tag, name = self.tag, self.name
+        if self.origin:
+            tag ^= (zlib.crc32(self.origin.encode()) * MIXER) & MASK
+            name = f"{name} {self.origin}"
+        self.entry = tag, name, self.peer_text
+        """As `Control.enter` takes it. The tag is the same on all ranks that run these sizes."""
+
 
 class Teardown:
     """Resources that an Executor gives back. Outlives it: a finalizer may not hold an Executor."""
@@ -63,32 +104,29 @@ class Teardown:
         self.engine: Engine | None = None
 
     def end_engine(self) -> None:
+        """Ends the engine, once."""
         engine, self.engine = self.engine, None
-        _end(engine)
+        if engine is not None:
+            try:
+                engine.close()
+            finally:
+                engine.context.let_go()
 
     def close(self) -> None:
         """Ends all: first the runs, then what they used. What is gone is not ended again."""
-        engine, self.engine = self.engine, None
-        shared = self.shared.pop_all()
+        ends, engine = Teardown(), self.engine
+        ends.engine, ends.shared, self.engine = engine, self.shared.pop_all(), None
         if os.getpid() != self.process:
             return  # all of it is the parent's
 
         def end() -> None:
             try:
-                _end(engine)
+                ends.end_engine()
             finally:
-                shared.close()
+                ends.shared.close()
 
         if engine is None or not engine.later(end):
             end()
-
-
-def _end(engine: Engine | None) -> None:
-    if engine is not None:
-        try:
-            engine.close()
-        finally:
-            engine.context.let_go()
 
 
 class TeamLocks:
@@ -156,13 +194,13 @@ class Executor:
         self.engine: Engine | None = None
         """Once prepared: what runs the Program on the device."""
         self._kept = Teardown()
-        self._finalizer: Any = weakref.finalize(self, self._kept.close)
+        self._finalizer = weakref.finalize(self, self._kept.close)
         self._bound_resets: list[int] = []
         self.sizes = FIXED
         """Once prepared: the sizes that it runs, where the Program has named ones."""
         self.single = ""
         """Once prepared: why it runs one size alone, if it does and the Program has named ones."""
-        self._arena: Any = None
+        self._arena = torch.UntypedStorage(0)
         self._measures: tuple[Measure | None, ...] = ()
         self._size_values: tuple[int, ...] = ()
         """The values of the named sizes that runs are of."""
@@ -175,12 +213,6 @@ class Executor:
 
         Collective: every rank of the Program's teams calls it, in the same order for all Executors.
         """
-        try:
-            return self._prepare()
-        except InterlaceError as error:  # without frames of ours: its message says what happened
-            raise error.with_traceback(None) from error.__cause__
-
-    def _prepare(self) -> Executor:
         if self.engine is not None:
             return self
         self._check_open()
@@ -274,7 +306,7 @@ class Executor:
         self._measures = measures(own, self.sizes)
         return own.at(self.sizes.values) if self.single else own
 
-    def _bind(self, values: Mapping[str, int]) -> None:
+    def _bind(self, values: Mapping[str, int]) -> Engine:
         """Binds every op to the memory and the backends that are there, with these values of the
         named sizes at hand. Needs no other rank."""
         with torch.inference_mode(False), torch.no_grad(), settled(self.sizes):
@@ -285,6 +317,7 @@ class Executor:
         # Only now: what is bound in part is bound anew before it runs.
         self.engine, self._bound_resets = engine, self._resets()
         self._size_values = context.values.sizes.at
+        return engine
 
     def _context(self, run_sizes: RunSizes) -> EngineContext:
         agreement, plan = self.agreement, self._plan
@@ -328,7 +361,7 @@ class Executor:
         *,
         sizes: Mapping[str, int] | None = None,
         origin: str | None = None,
-    ) -> tuple[Any, ...]:
+    ) -> Outputs:
         """One run: the Program's results for these inputs.
 
         `inputs` has a tensor for each input parameter, in order, on this Executor's device, of the
@@ -385,21 +418,48 @@ class Executor:
     ) -> Engine:
         """The engine, made ready for a run that it did not admit at once; raises what is wrong
         with the run before anything of it is done."""
-        engine = self._check_ready()
+        self._check_open()
+        if (engine := self.engine) is None:
+            raise ExecutorError(
+                f"{self.program.name} was not prepared: every rank calls prepare() before run()"
+            )
+        for team in self._teams.values():
+            team.check_alive()
+        if self._poison is not None:
+            why, resets = self._poison
+            if any(a == b for a, b in zip(resets, self._resets(), strict=True)):
+                raise ExecutorError(
+                    f"the Executor of {self.program.name} is out of order since a run failed "
+                    f"({why}): every rank of its teams calls reset(), or interlace.reset() for all"
+                )
+            self._poison = None
         if not self._measures:
             engine.context.check(inputs, out)
         engine.look()
-        if self._bound_resets != self._resets():
-            self._bind(self._values(self._size_values))  # a reset renewed the backends
-        assert self.engine is not None
+        if self._bound_resets != self._resets():  # a reset renewed the backends
+            engine = self._bind(self._values(self._size_values))
         if self._measures:
-            self._turn_to(measured_sizes(self._measures, inputs, wanted or self._size_values))
-            self.engine.context.check(inputs, out)
-        for error in (self.engine.failure, *(t.control.failure() for t in self._teams.values())):
+            at = measured_sizes(self._measures, inputs, wanted or self._size_values)
+            if at != self._size_values:
+                self._turn_to(engine, at)
+            engine.context.check(inputs, out)
+        for error in (engine.failure, *(t.control.failure() for t in self._teams.values())):
             if error is not None:  # it stopped a peer since the last run, or an earlier Executor
                 self._fail(error)
                 raise error
-        return self.engine
+        return engine
+
+    def _turn_to(self, engine: Engine, at: tuple[int, ...]) -> None:
+        """Makes the next runs those of these values of the named sizes."""
+        values = self._values(at)
+        if not self.sizes.holds(values):
+            told = ", ".join(f"{name} = {value}" for name, value in values.items())
+            raise ExecutorError(
+                f"{self.program.name} is for sizes where {self.sizes}, and these inputs have "
+                f"{told}: prepare another Program for them"
+            )
+        engine.turn(at)
+        self._size_values = at
 
     def _fail(self, error: BaseException) -> None:
         if not self._teams:
@@ -428,41 +488,8 @@ class Executor:
         if self._closed:
             raise ExecutorError(f"the Executor of {self.program.name} is closed: make another")
 
-    def _turn_to(self, at: tuple[int, ...]) -> None:
-        """Makes the next runs those of these values of the named sizes."""
-        if at == self._size_values:
-            return
-        values = self._values(at)
-        if not self.sizes.holds(values):
-            told = ", ".join(f"{name} = {value}" for name, value in values.items())
-            raise ExecutorError(
-                f"{self.program.name} is for sizes where {self.sizes}, and these inputs have "
-                f"{told}: prepare another Program for them"
-            )
-        assert self.engine is not None
-        self.engine.turn(at)
-        self._size_values = at
-
     def _values(self, at: tuple[int, ...]) -> dict[str, int]:
         return dict(zip(self.sizes.values, at, strict=True))
-
-    def _check_ready(self) -> Engine:
-        self._check_open()
-        if self.engine is None:
-            raise ExecutorError(
-                f"{self.program.name} was not prepared: every rank calls prepare() before run()"
-            )
-        for team in self._teams.values():
-            team.check_alive()
-        if self._poison is not None:
-            why, resets = self._poison
-            if any(a == b for a, b in zip(resets, self._resets(), strict=True)):
-                raise ExecutorError(
-                    f"the Executor of {self.program.name} is out of order since a run failed "
-                    f"({why}): every rank of its teams calls reset(), or interlace.reset() for all"
-                )
-            self._poison = None
-        return self.engine
 
     def reset(self) -> None:
         """After a failure: every rank of the teams calls it, and runs may go on."""
@@ -489,7 +516,7 @@ class Executor:
         when nothing holds their backends."""
         self._closed = True
         self._finalizer()
-        self.engine = self._arena = None
+        self.engine, self._arena = None, torch.UntypedStorage(0)
         self._teams = {}
         self._shared, self._given = TeamResources({}, {}, {}), {}
 

@@ -1,27 +1,17 @@
-"""The flight log: where each stream of this rank is, for the errors that say what went wrong; when
-its ops ran, as a Timeline; and the ranges that `torch.profiler` shows of a run.
+"""The flight log: where each stream of this rank is, for the errors that say what went wrong; and
+when its ops ran, as a Timeline.
 
     log = Flight(program, rank)
     log.follow(lambda run: [(12, 0.5)])  # what tells where the streams are
     print(log.text(12), log.tail())
-    names = range_names(program)         # one for each op, by its Program and its site
-    if profiler._is_profiler_enabled:    # torch's own flag; a run without a profiler reads it
-        step = in_range(names[op.site], step)
-
-Ranges of streams that have a thread of their own, as all but the first have on the CPU, are shown
-with `_ExperimentalConfig(profile_all_threads=True)`.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from torch.autograd import profiler
-
 from interlace.cost import Span, Timeline, op_kind, op_name
-from interlace.ir import Fused, Program
+from interlace.ir import Program
 from interlace.ir.text.printer import print_op
 
 NUM_SHOWN = 4
@@ -52,22 +42,18 @@ class Flight:
     def stands(self) -> Mapping[str, tuple[int, float]]:
         return dict(zip(self._order, self._progress(self.run), strict=True))
 
-    def text(self, index: int, member: int | None = None) -> str:
-        """An op (or a member of a Fused), with its number, its module and its source line."""
+    def text(self, index: int) -> str:
+        """An op, with its number, its module and its source line."""
         if not 0 <= index < len(self._program.ops):
             return f"op {index}"
         op = self._program.ops[index]
         place = f", from {op.loc}" if str(op.loc) else ""
-        if isinstance(op, Fused) and member is not None:
-            shown = print_op(op.members[member], self._program)
-            part = f"part {_part(op, member)} of op {index}"
-            return f"`{shown}` ({part} of {self._program.name}{place})"
         shown = print_op(op, self._program)
         shown = shown if len(shown) <= WIDTH else f"{shown[:WIDTH]} ..."
         return f"`{shown}` (op {index} of {self._program.name}{place})"
 
-    def describe(self, index: int, member: int | None = None) -> str:
-        return f"rank {self._rank}, {self.text(index, member)}"
+    def describe(self, index: int) -> str:
+        return f"rank {self._rank}, {self.text(index)}"
 
     def tail(self) -> str:
         lines = [f"what the streams of rank {self._rank} did last:"]
@@ -81,12 +67,6 @@ class Flight:
                 lines.append(f"  {stream}: {self.text(index)} done")
             lines.append(f"  {stream}: {self.text(stands)} begun {held:.3g} s ago")
         return "\n".join(lines)
-
-
-def _part(op: Fused, member: int) -> int:
-    """The part, from 1, that a member of a Fused stands in."""
-    ends = itertools.accumulate(map(len, op.parts))
-    return next(number for number, end in enumerate(ends, 1) if member < end)
 
 
 def measured(program: Program, rank: int, spans: Sequence[tuple[int, float, float]]) -> Timeline:
@@ -104,23 +84,3 @@ def measured(program: Program, rank: int, spans: Sequence[tuple[int, float, floa
         name=program.name,
         source="measured",
     )
-
-
-def range_names(program: Program) -> defaultdict[int | None, str]:
-    """Name of the ranges of each site's ops; all other ops have that of the Program."""
-    own = f"interlace {program.name}"
-    names: defaultdict[int | None, str] = defaultdict(lambda: own)
-    for site in program.sites:
-        place = f"{site.module} " if site.module else ""
-        names[site.id] = f"{own}: {place}{site.kind} ({site.strategy})"
-    return names
-
-
-def in_range(name: str, run: Callable[[], object]) -> Callable[[], None]:
-    """`run`, in a range of this name."""
-
-    def ranged() -> None:
-        with profiler.record_function(name):
-            run()
-
-    return ranged

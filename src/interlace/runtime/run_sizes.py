@@ -10,12 +10,13 @@ A Program is bound once for a class of sizes. Whoever needs a size as a number f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from interlace.ir import Box
 from interlace.ir.sizes import Int, Size, at
 
 Tell = Callable[[tuple[int, ...]], object]
+Evaluate = Callable[..., Sequence[tuple[int, ...]]]
 T = TypeVar("T")
 
 
@@ -31,22 +32,19 @@ class RunSizes:
     def __init__(self, values: Mapping[str, int]) -> None:
         self.values = dict(values)
         self._followed: list[tuple[Tell, tuple[Int, ...]]] = []
-        self._numbers: Callable[..., Sequence[tuple[int, ...]]] | None = None
+        self._numbers: Evaluate | None = None
 
     @property
     def at(self) -> tuple[int, ...]:
         """The values, in the order of the names."""
         return tuple(self.values.values())
 
-    def follow(self, sizes: Sequence[Int], tell: Tell) -> bool:
-        """Calls `tell` with the numbers that these sizes are, now and whenever others come; whether
-        others may come."""
-        differ = any(isinstance(size, Size) for size in sizes)
-        if differ:
+    def follow(self, sizes: Sequence[Int], tell: Tell) -> None:
+        """Calls `tell` with the numbers that these sizes are, now and whenever others come."""
+        if any(isinstance(size, Size) for size in sizes):
             self._followed.append((tell, tuple(sizes)))
             self._numbers = None
         tell(tuple([at(size, self.values) for size in sizes]))
-        return differ
 
     def sized(self, sizes: Sequence[Int], make: Callable[[tuple[int, ...]], T]) -> Sized[T]:
         """Holds what `make` makes of the numbers that these sizes are."""
@@ -54,7 +52,7 @@ class RunSizes:
         self.follow(sizes, lambda numbers: setattr(held, "now", make(numbers)))
         return held
 
-    def follow_box(self, box: Box, tell: Callable[..., object], *more: Int) -> bool:
+    def follow_box(self, box: Box, tell: Callable[..., object], *more: Int) -> None:
         """The same for a box, whose numbers are its offset, sizes and strides; `more` are told
         behind it."""
         ndim, count = len(box.sizes), len(more)
@@ -64,7 +62,7 @@ class RunSizes:
             sizes, strides = here[1 : ndim + 1], here[ndim + 1 :]
             tell(Box(here[0], sizes, strides, box.dtype), *numbers[:count])
 
-        return self.follow((*more, box.offset, *box.sizes, *box.strides), told)
+        self.follow((*more, box.offset, *box.sizes, *box.strides), told)
 
     def turn(self, at: Sequence[int]) -> None:
         """Tells all who follow the numbers for these values of the named sizes; after an error,
@@ -91,7 +89,7 @@ class RunSizes:
         self._numbers = None
 
 
-def _evaluator(names: Mapping[str, int], asked: Sequence[tuple[Int, ...]]) -> Any:
+def _evaluator(names: Mapping[str, int], asked: Sequence[tuple[Int, ...]]) -> Evaluate:
     """One function for all sizes, from their text: evaluated one by one they take ten times as
     long, in every run of other sizes."""
     given = {name: f"_{number}" for number, name in enumerate(names)}  # a name may be a keyword

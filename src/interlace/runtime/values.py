@@ -134,7 +134,7 @@ class _Family:
 
 def _touched(program: ir.Program) -> Iterator[str]:
     for op in program.ops:
-        made = {buffer.name for buffer in op.fresh} if isinstance(op, ir.Call) else set[str]()
+        made = {buffer.name for buffer in op.declares()}
         for access in (*op.reads(), *op.writes()):
             if access.view.buffer not in made:
                 yield access.view.buffer
@@ -169,22 +169,24 @@ class ValueTable:
         self._slots = slots
         self._places: dict[tuple[str, int | None, ir.Box], int] = {}
         self._families: dict[str, _Family] = {}
+        self._viewed: list[_Family] = []
+        """Inputs and outputs of which calls take views."""
         self._symmetric: dict[int, tuple[str, list[torch.Tensor]]] = {}
         self.copies: dict[str, int] = {}
         """Which copy of its slot each symmetric buffer has in this run."""
         self._template: list[Any] = []
-        self._constant: set[int] = set()
         self.arena, (self._starts, _) = arena, laid_out(self._buffers)
         self.allocated: dict[str, Callable[[], torch.Tensor]] = {}
         """The buffers that a run allocates before its ops, and what makes each."""
         for op in program.ops:
-            if isinstance(op, ir.Alloc) and op.buffer.kind == "fresh":
+            buffer = op.ordering().takes
+            if buffer is not None and buffer.kind == "fresh":
 
-                def size(box: ir.Box, name: str = op.buffer.name) -> None:
+                def size(box: ir.Box, name: str = buffer.name) -> None:
                     self.allocated[name] = maker(box, self.device)
 
-                sizes.follow_box(whole(op.buffer), size)
-        for kind in ("input", "output", "fresh"):  # in the order in which `starter` is given them
+                sizes.follow_box(whole(buffer), size)
+        for kind in ("input", "output", "fresh"):  # `start` is given the first two in this order
             for buffer in (b for b in self._buffers.values() if b.kind == kind):
                 self._families[buffer.name] = _Family(self._add())
 
@@ -198,20 +200,15 @@ class ValueTable:
         """Has a value at a place in this run and the next ones."""
         self.items[place] = self._template[place] = value
 
-    def is_constant(self, place: int) -> bool:
-        return place in self._constant
-
     def constant(self, value: Any) -> int:
         place = self._add()
-        self._constant.add(place)
         self._keep(place, value)
         return place
 
     def numbers(self, sizes: Sequence[Int], read: Callable[[tuple[int, ...]], Any]) -> int:
         """The place of what `read` makes of the numbers that these sizes are."""
         place = self._add()
-        if not self.sizes.follow(sizes, lambda found: self._keep(place, read(found))):
-            self._constant.add(place)
+        self.sizes.follow(sizes, lambda found: self._keep(place, read(found)))
         return place
 
     def own(self, view: ir.View, member: int | None = None) -> int:
@@ -239,13 +236,14 @@ class ValueTable:
             self._symmetric[place] = name, pair
         for copy, (storage, start) in enumerate(memory):
 
-            def tell(here: ir.Box, start: int, storage: Any = storage, copy: int = copy) -> None:
+            def tell(
+                here: ir.Box, start: int, storage: torch.UntypedStorage = storage, copy: int = copy
+            ) -> None:
                 pair[copy] = at(storage, start, here)
                 if len(memory) == 1:
                     self._keep(place, pair[0])
 
-            if not self.sizes.follow_box(box, tell, start) and len(memory) == 1:
-                self._constant.add(place)
+            self.sizes.follow_box(box, tell, start)
         return place
 
     def _memory(self, name: str, member: int | None) -> list[tuple[torch.UntypedStorage, Int]]:
@@ -271,6 +269,8 @@ class ValueTable:
             device = torch.device("cpu") if buffer.name in self.host else self.device
             made = functools.partial(torch.empty, dtype=DTYPES[box.dtype], device=device)
             return self.numbers(box.sizes, made)
+        if not family.views and buffer.kind != "fresh":
+            self._viewed.append(family)
         place = self._add()
         self.sizes.follow_box(box, functools.partial(family.views.__setitem__, place))
         return place
@@ -310,26 +310,15 @@ class ValueTable:
             if name not in given:
                 self.bind(name, make())
 
-    def starter(
-        self, names: Sequence[str]
-    ) -> Callable[[Sequence[torch.Tensor], Mapping[str, Use]], None]:
-        """`begin` for tensors in the order of these names; made once every op is bound."""
-        items, families = self.items, [self._families[name] for name in names]
-        places = [family.place for family in families]
-        viewed = [(family.place, family.views) for family in families if family.views]
-        more = bool(self._symmetric or self.allocated)
-        first, end = (places[0], places[-1] + 1) if places else (0, 0)
-        assert places == list(range(first, end)), "inputs come first, then outputs"
-
-        def start(tensors: Sequence[torch.Tensor], uses: Mapping[str, Use]) -> None:
-            items[first:end] = tensors
-            for whole, views in viewed:
-                for place, box in views.items():
-                    items[place] = derive(items[whole], box)
-            if more or uses:
-                self.begin({}, uses)
-
-        return start
+    def start(self, tensors: Sequence[torch.Tensor], uses: Mapping[str, Use]) -> None:
+        """`begin` for the tensors of all inputs, and then outputs, in the Program's order."""
+        items = self.items
+        items[: len(tensors)] = tensors
+        for family in self._viewed:
+            for place, box in family.views.items():
+                items[place] = derive(items[family.place], box)
+        if uses or self._symmetric or self.allocated:
+            self.begin({}, uses)
 
     def bind(self, name: str, tensor: torch.Tensor) -> None:
         family, items = self._families[name], self.items

@@ -62,8 +62,6 @@ has_kernel_for_dispatch_key: Callable[[str, Any], bool] = (
 """Tells operators that torch takes apart by itself."""
 find_operator: Callable[[str, str], Any] = torch._C._dispatch_find_schema_or_throw
 """Handle of an operator by its name; RuntimeError where torch has none of it."""
-all_op_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
-"""Names of all operators, which a misspelt one is compared with."""
 sympy_handlers: Callable[[], dict[Any, Any]] = (
     torch.fx.experimental.proxy_tensor._sympy_handlers  # a product of three symbols needs another
 )
@@ -93,11 +91,6 @@ def keeps_graph() -> bool:
 def forward_ad_level() -> int:
     """Level of forward-mode differentiation; -1 outside it."""
     return torch.autograd.forward_ad._current_level
-
-
-def is_profiler_enabled() -> bool:
-    """True while torch's profiler runs, which alone reads the names of ranges."""
-    return torch.autograd.profiler._is_profiler_enabled
 
 
 # -- operators whose public form is slower or absent -----------------------------------------------

@@ -12,7 +12,6 @@ from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
 from torch._dynamo.eval_frame import innermost_backend as innermost_backend
 from torch._dynamo.eval_frame import innermost_fn as innermost_fn
 from torch._dynamo.exc import ShortenTraceback as ShortenTraceback
-from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.guards import DeletedGuardManagerWrapper as DeletedGuardManagerWrapper
 from torch._dynamo.guards import GuardBuilder as GuardBuilder
 from torch._dynamo.source import TensorProperty as TensorProperty

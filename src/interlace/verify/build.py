@@ -17,9 +17,10 @@ Note [One run stands for all]
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 
 from interlace.errors import TeamError
-from interlace.ir.ops import KINDS, UNORDERED, Collective
+from interlace.ir.ops import KINDS, UNORDERED
 from interlace.ir.order import (
     Awaited,
     Channel,
@@ -34,21 +35,38 @@ from interlace.ir.order import (
 from interlace.verify.graph import PER_OP, HappensBefore, IssuedOp, RankPlace
 from interlace.verify.regions import Regions
 from interlace.verify.source import Item, LoweredProgram
+from interlace.verify.turns import Turns
 
 Members = Mapping[int, IssuedOp]
 """Ops that meet, by rank."""
 
 
 class GraphBuilder:
-    """The graph while it grows, rank by rank, and what the matching checks need to know."""
+    """The graph while it grows, rank by rank, and what the matching checks need to know.
 
-    def __init__(self, sources: Sequence[LoweredProgram], regions: Regions) -> None:
-        self.regions = regions
-        self.places = places_of(sources)
+    With `turns`, ranks stand for others: only those are visited, and what another rank does is read
+    off the one that stands for it.
+    """
+
+    def __init__(
+        self, sources: Sequence[LoweredProgram], regions: Regions, turns: Turns | None = None
+    ) -> None:
+        self.regions, self.turns = regions, turns
+        self.everywhere = {place.rank: place for place in places_of(sources)}
+        among = self.everywhere if turns is None else turns.among
+        self.places = [self.everywhere[r] for r in (among if turns is None else turns.visited)]
         self.ranks = {place.rank for place in self.places}
-        self.meetings = Meetings[IssuedOp]()
-        self.graph = HappensBefore(sum(len(place.source.streams) for place in self.places))
-        self.heights = [0] * self.graph.num_chains
+        self.meetings = Meetings[IssuedOp](among=None if turns is None else frozenset(among))
+        self.chains: dict[int, range] = {}
+        """The chains of each rank."""
+        num_chains = 0
+        for rank in among:
+            place = self.everywhere[rank]
+            place.chain, end = num_chains, num_chains + len(place.source.streams)
+            self.chains[rank] = range(num_chains, end)
+            num_chains = end
+        self.graph = HappensBefore(num_chains)
+        self.heights = [0] * num_chains
         """Nodes of each chain so far."""
 
     def build(self) -> HappensBefore:
@@ -67,71 +85,95 @@ class GraphBuilder:
         """The slot that a symmetric buffer of a rank takes; of what is registered, its name."""
         return self.meetings.slot(place.where, place.source.versions[version].buffer)
 
-    # What ranks meet in. Where ranks stand for others, order.py says otherwise.
-
-    def members(self, team: TeamKey, rank: int) -> Sequence[int]:
-        """The ranks of a team that are in the set, one of which is given."""
-        return [rank for rank in team.ranks if rank in self.ranks]
+    # What ranks meet in, those included that others stand for.
 
     def first(self, rank: int) -> int:
         """The rank that stands for another."""
-        return rank
+        return rank if self.turns is None else self.turns.first[rank]
+
+    def back(self, rank: int, other: int) -> int:
+        """A second rank, as seen from the rank that stands for the first."""
+        return other if self.turns is None else self.turns.back(rank)[other]
 
     def own(self, team: TeamKey, rank: int) -> TeamKey:
         """The instance of a team that the rank is in which stands for another."""
-        return team
+        if self.turns is None:
+            return team
+        return self.meetings.team(self.everywhere[self.first(rank)].where, team.name)
+
+    def members(self, team: TeamKey, rank: int) -> Sequence[int]:
+        """The ranks of a team that are in the set, one of which is given."""
+        ranks = self.everywhere[rank].where.member(team.name).ranks
+        return [each for each in ranks if each in self.everywhere]
 
     def on(self, at: IssuedOp, rank: int) -> IssuedOp:
         """An op as it is on a rank that its own stands for."""
-        return at
+        return at._replace(place=self.everywhere[rank])
 
     def queue(self, queue: Queue, rank: int) -> list[IssuedOp]:
         """The collectives of a rank."""
-        return self.meetings.queues[queue].get(rank, [])
+        members = self.meetings.queues.get((self.own(queue[0], rank), queue[1]), {})
+        return members.get(self.first(rank), [])
 
     def takes(self, slot: Slot, rank: int) -> list[IssuedOp]:
         """The takes of a slot by a rank."""
-        return self.meetings.taken[slot].get(rank, [])
+        members = self.meetings.taken.get((self.own(slot[0], rank), slot[1]), {})
+        return members.get(self.first(rank), [])
 
     def ends(self, channel: Channel, sends: bool) -> list[IssuedOp]:
         """The sends or the receives of a channel."""
-        return self.meetings.channels[channel][0 if sends else 1]
+        team, sender, receiver = channel
+        rank = sender if sends else receiver
+        here = self.own(team, rank), self.back(rank, sender), self.back(rank, receiver)
+        return self.meetings.channels.get(here, ([], []))[0 if sends else 1]
 
     def of_reader(self, signal: Signal) -> Signal:
         """The signal as the rank that stands for its reader reads it."""
-        return signal
+        name, team, writer, reader = signal
+        return name, self.own(team, reader), self.back(reader, writer), self.first(reader)
 
     def _match(self) -> None:
         """Adds the edges between ranks, which need all ops to be known."""
         for queue, come, standing in self.collectives():
             self._meet(queue, come, standing)
-        for delivery in self.deliveries():
-            self._deliver(delivery)
+        for channel in [*self.meetings.channels]:
+            both = zip_longest(self.ends(channel, True), self.ends(channel, False))
+            for k, (send, recv) in enumerate(both):
+                self._deliver(Delivery(channel, k, send, recv))
         for retake in self.retakes():
             self._await_frees(retake)
-        for awaited in self.levels():
-            self._await_signal(awaited)
+        for signal, value, at in self.meetings.awaited:
+            name, team, writer, reader = signal
+            here = name, self.own(team, writer), self.first(writer), self.back(writer, reader)
+            notify, highest = self.meetings.first_raise(here, value)
+            self._await_signal(Awaited(signal, value, at, notify, highest))
 
     def collectives(self) -> Iterator[tuple[Queue, Members, Members]]:
         """Each collective: the members, and what stands for each member of the team."""
-        for queue, _, come in self.meetings.collectives():
-            yield queue, come, come
-
-    def deliveries(self) -> Iterator[Delivery[IssuedOp]]:
-        """Each message."""
-        return self.meetings.deliveries()
+        for queue, members in [*self.meetings.queues.items()]:
+            standing = {rank: self.queue(queue, rank) for rank in queue[0].ranks}
+            for k in range(max(map(len, members.values()))):
+                self.regions.spend(8 * len(standing))
+                yield queue, _kth(members, k), _kth(standing, k)
 
     def retakes(self) -> Iterator[Retake[IssuedOp]]:
         """The takes that await what ranks free of a slot."""
-        return self.meetings.retakes()
-
-    def levels(self) -> Iterator[Awaited[IssuedOp]]:
-        """Each awaited value of a signal."""
-        return self.meetings.levels()
+        for (team, name), members in [*self.meetings.taken.items()]:
+            for n in range(2, max(map(len, members.values()))):
+                frees = {
+                    rank: self.meetings.freed.get(
+                        ((self.own(team, rank), name), n - 2, self.first(rank))
+                    )
+                    for rank in team.ranks
+                }
+                yield Retake((team, name), n, [*_kth(members, n).values()], frees)
 
     def link(self, node: int, other: int, rank: int) -> None:
         """Puts a node after another, as that is on a rank."""
-        self.graph.preds[node].append(other)
+        if self.first(rank) == rank:
+            self.graph.preds[node].append(other)
+        else:
+            self.graph.afar.setdefault(node, []).append((other, rank))
 
     def _meet(self, queue: Queue, come: Members, standing: Members) -> None:
         """A collective: Note [Meetings] in graph.py."""
@@ -162,8 +204,8 @@ class GraphBuilder:
 
     def _has_part(self, at: IssuedOp, write: bool) -> bool:
         """True if a rank gives bytes to a meeting or (`write`) gets some; a barrier does both."""
-        op, where = at.item.op, at.place.where
-        if isinstance(op, Collective) and KINDS[op.kind].reads == "none":
+        op, where = at.item.collective, at.place.where
+        if op is not None and KINDS[op.kind].reads == "none":
             return True
         touched = [
             self.regions.at(touch.spot, where)
@@ -351,19 +393,20 @@ class _RunBuilder:
         self.put(end, item)
 
 
+def _kth(issued: Mapping[int, Sequence[IssuedOp]], k: int) -> Members:
+    """The op number `k` of each rank that has so many."""
+    return {rank: ops[k] for rank, ops in issued.items() if len(ops) > k}
+
+
 def places_of(sources: Sequence[LoweredProgram]) -> list[RankPlace]:
-    """The ranks of all Programs, each with chains of its own."""
-    places: list[RankPlace] = []
-    chain = 0
-    seen: dict[int, LoweredProgram] = {}
+    """The ranks of all Programs."""
+    places: dict[int, RankPlace] = {}
     for source in sources:
         for where in source.program.wheres(source.ranks):
-            first = seen.setdefault(where.rank, source)
+            first = places.setdefault(where.rank, RankPlace(source, where.rank, where)).source
             if first is not source:
                 raise TeamError(
                     f"rank {where.rank} runs both {first.program.name} and {source.program.name}: "
                     f"the Programs of a set must run on different ranks"
                 )
-            places.append(RankPlace(source, where.rank, where, chain))
-            chain += len(source.streams)
-    return places
+    return [*places.values()]

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from interlace.errors import OptionError, ProgramError, SizeError
@@ -24,7 +23,6 @@ from interlace.ir.validate import validate
 from interlace.verify.build import GraphBuilder
 from interlace.verify.deadlock import deadlocks, launch_order
 from interlace.verify.fold import certified
-from interlace.verify.graph import PER_OP
 from interlace.verify.in_place import in_place
 from interlace.verify.matching import mismatches
 from interlace.verify.regions import Regions
@@ -39,11 +37,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MAX_OPS = 1 << 20
-"""Ops of all ranks that are visited in one check, at most."""
-MAX_PAIRS = 1 << 19
-"""Pairs of ranks that signals go between in one run, at most, counted for each op."""
-PER_CHECKED, PER_FINDING = 32, 40
-"""Steps that take about as long as checking an op; ops that take as long as telling a finding."""
+"""Ops of all ranks that are visited in one check, at most; one that signals all other ranks of a
+team counts for each."""
 FIRST = {"mismatch": 0, "deadlock": 1, "event": 2, "signal": 3, "race": 4}
 """Kinds that are listed before the others."""
 
@@ -128,16 +123,16 @@ def _check(together: Sequence[Program], in_order: bool, fold: bool) -> Report:
     sources = [lower(program, regions, in_order, k) for k, program in enumerate(together)]
     turns = Turns.of(sources) if fold else None
     if turns is not None:
-        _refuse_too_many_pairs(sources, {*turns.visited})
+        _refuse_too_many(sources, {*turns.visited})
     if turns is not None and certified(sources, regions, turns):
         num_ops = sum(len(source.items) * len(source.ranks) for source in sources)
         seconds = time.perf_counter() - began
         told = turns.told()
         return Report((), num_ops, len(turns.first), seconds, symmetry=told, in_order=in_order)
-    _refuse_too_many(sources)
+    _refuse_too_many(sources, {rank for source in sources for rank in source.ranks})
     builder = GraphBuilder(sources, regions)
-    graph = builder.build()
-    sweep = Sweep(graph, regions, builder.slot)
+    builder.build()
+    sweep = Sweep(builder)
     sweep.run()
 
     explain = cache(partial(_explainer, sources))
@@ -171,10 +166,8 @@ def _check(together: Sequence[Program], in_order: bool, fold: bool) -> Report:
         return report
     from interlace.verify.fixes import with_fixes
 
-    work = graph.words // PER_OP + regions.steps // PER_CHECKED
-    work += left_out + PER_FINDING * len(findings)
     again = partial(_check, in_order=in_order, fold=fold)
-    return with_fixes(report, together, again, work)
+    return with_fixes(report, together, again)
 
 
 def _explainer(sources: Sequence[LoweredProgram]) -> Explainer:
@@ -184,42 +177,32 @@ def _explainer(sources: Sequence[LoweredProgram]) -> Explainer:
     return Explainer(sources)
 
 
-def _refuse_too_many(sources: Sequence[LoweredProgram]) -> None:
+def _refuse_too_many(sources: Sequence[LoweredProgram], visited: Collection[int]) -> None:
     """Refuses what would take minutes and gigabytes: a signal between all ranks of a team is one
     for each pair of them."""
-    num_ops = sum(source.num_places * len(source.ranks) for source in sources)
-    if num_ops > MAX_OPS:
-        raise ProgramError(
-            f"{num_ops:,} ops on all ranks, which were not proved to do the same, so each would be "
-            f"visited: {MAX_OPS:,} are checked at most. Check the schedule on fewer ranks"
-        )
-    _refuse_too_many_pairs(sources, {rank for source in sources for rank in source.ranks})
-
-
-def _refuse_too_many_pairs(sources: Sequence[LoweredProgram], visited: Collection[int]) -> None:
-    """Refuses signals between too many pairs, of which one is a rank that is visited."""
-    pairs = 0
+    count = 0
     for source in sources:
         num_ranks = sum(rank in visited for rank in source.ranks)
+        count += (source.num_places - len(source.items)) * num_ranks
         for item in source.items:
-            for level in (item.ordering.raises, item.ordering.expects):
-                if level is not None and isinstance(level.peer, Others):
-                    pairs += (source.program.team(level.team).size - 1) * num_ranks
-                if pairs > MAX_PAIRS:
-                    raise ProgramError(
-                        f"{source.program.name}: signals between more than {MAX_PAIRS:,} pairs of "
-                        "ranks, which would take minutes and gigabytes to check: check the "
-                        "schedule on fewer ranks"
-                    )
+            levels = filter(None, (item.ordering.raises, item.ordering.expects))
+            teams = [level.team for level in levels if isinstance(level.peer, Others)]
+            count += max([1, *(source.program.team(team).size - 1 for team in teams)]) * num_ranks
+    if count > MAX_OPS:
+        raise ProgramError(
+            f"{count:,} ops, and signals between pairs of ranks, on {len(visited):,} ranks that "
+            f"would be visited, where {MAX_OPS:,} are checked at most: check the schedule on fewer "
+            "ranks"
+        )
 
 
 def _reported(sweep: Sweep) -> list[list[AccessFault]]:
-    """The faults to report: a read of bytes that race is not also reported as uninitialized."""
+    """The faults to report: no uninitialized read of a memory in which accesses race."""
     reported: list[list[AccessFault]] = []
     for same in sweep.faults.values():
         if same[0].first is None:
-            bare = (fault for fault in same if not sweep.raced_for(fault.second))
-            same = list(islice(bare, MAX_REPEATS))
+            bare = [one for one in same if one.second.content.memory not in sweep.raced]
+            same = bare[:MAX_REPEATS]
         if same:
             reported.append(same)
     return reported

@@ -7,14 +7,12 @@ interleaving. Those behind them are not reported; the ones that hold everything 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.ir.ops import Recv, Send
-from interlace.ir.text.printer import print_op
 from interlace.verify.build import GraphBuilder
 from interlace.verify.graph import HappensBefore, Part
 from interlace.verify.report import Finding, OpRef
@@ -24,10 +22,7 @@ if TYPE_CHECKING:
 
 MAX_CYCLES = 4
 SEARCH_BUDGET = 50_000
-"""Nodes passed in search of shorter cycles of a knot: in large knots, a short one has to do."""
-
-STREAM = "stream"
-MEETS = "meets"
+"""Nodes passed in search of short cycles; but one cycle is sought, however many they are."""
 
 
 class CycleLink(NamedTuple):
@@ -35,8 +30,12 @@ class CycleLink(NamedTuple):
 
     part: Part
     other: Part
-    why: str
-    """`STREAM` for the order of a stream, `MEETS` for another rank, else the reason in words."""
+
+    @property
+    def by_stream(self) -> bool:
+        """True if the order of a stream says so."""
+        (place, item), (there, other) = self
+        return place is there and item.stream == other.stream and other.turn <= item.turn
 
 
 def deadlocks(builder: GraphBuilder, explain: Callable[[], Explainer]) -> list[Finding]:
@@ -62,9 +61,8 @@ def _never(builder: GraphBuilder, stuck: set[int], explainer: Explainer) -> list
         ref = explainer.ref(part[0], part[1], f"waits for {reason}")
         message = f"an op waits forever, for {reason}"
         words = f"add what line {ref.line} waits for: {reason}; or remove it on every rank"
-        propose = partial(explainer.fixes.never, part)
         on = tuple(sorted(ranks))
-        findings.append(Finding("deadlock", message, (ref,), words, "error", on, propose))
+        findings.append(Finding("deadlock", message, (ref,), words, "error", on))
     return findings
 
 
@@ -81,54 +79,26 @@ def _cycles(graph: HappensBefore, stuck: set[int], explainer: Explainer) -> list
 
 
 def _circles(graph: HappensBefore, stuck: set[int]) -> Iterator[list[CycleLink]]:
-    """A short cycle of each knot of what cannot finish: the shortest through some of its nodes."""
-    budget = SEARCH_BUDGET  # for all together: an SPMD deadlock has a knot for each of its teams
-    for knot in _knots(graph, stuck):
-        inside = set(knot)
-        starts = (node for node in sorted(knot) if graph.part[node] is not None)
-        cycles = filter(None, (_cycle_through(graph, node, inside) for node in starts))
-        compared = [*islice(cycles, max(1, budget // len(knot)))]
-        budget -= len(compared) * len(knot)
-        yield _joined(min(compared, key=_num_crossings, default=list[CycleLink]()))
-
-
-def _knots(graph: HappensBefore, stuck: set[int]) -> list[list[int]]:
-    """The strongly connected components with a cycle, those that hold up others first (Tarjan)."""
-    index: dict[int, int] = {}
-    low: dict[int, int] = {}
-    stack: list[int] = []
-    knots: list[list[int]] = []
-    done: set[int] = set()
-    for root in sorted(stuck):
-        path = [] if root in index else [root]
-        rest: dict[int, Iterator[int]] = {}
-        while path:
-            node = path[-1]
-            if node not in index:
-                index[node] = low[node] = len(index)
-                stack.append(node)
-                rest[node] = iter(graph.awaited(node))
-            other = next((n for n in rest[node] if n in stuck and n not in done), None)
-            if other is None:
-                path.pop()
-                if path:
-                    low[path[-1]] = min(low[path[-1]], low[node])
-                if low[node] == index[node]:
-                    knot = [stack.pop()]
-                    while knot[-1] != node:
-                        knot.append(stack.pop())
-                    done.update(knot)
-                    if len(knot) > 1 or node in graph.awaited(node):
-                        knots.append(knot)
-            elif other in index:
-                low[node] = min(low[node], index[other])
-            else:
-                path.append(other)
-    return knots
+    """A short cycle where following what a node waits for leads to one: so of each knot that holds
+    up others, and waits for none. It is the shortest through some of its nodes."""
+    budget, step = SEARCH_BUDGET, dict[int, int]()
+    for start in sorted(stuck):
+        node, first = start, len(step)
+        while node not in step and node >= 0:
+            step[node] = len(step)
+            node = next((before for before in graph.awaited(node) if before in stuck), -1)
+        if node < 0 or step[node] < first:
+            continue  # something that never comes, or an earlier cycle
+        if budget <= 0:
+            return
+        starts = [one for one in [*step][step[node] :] if graph.part[one] is not None]
+        starts = starts[: max(1, budget // len(stuck))]
+        budget -= len(starts) * len(stuck)
+        yield _joined(min((_cycle_through(graph, n, stuck) for n in starts), key=_num_crossings))
 
 
 def _cycle_through(graph: HappensBefore, start: int, inside: set[int]) -> list[CycleLink]:
-    """A cycle through a node with the fewest links from one stream to another; empty: none."""
+    """A cycle through a node with the fewest links from one stream to another."""
     came_from: dict[int, tuple[int, CycleLink | None]] = {}
     queue = deque[tuple[int, int, CycleLink | None]]([(start, start, None)])
     while queue:
@@ -144,15 +114,15 @@ def _cycle_through(graph: HappensBefore, start: int, inside: set[int]) -> list[C
             continue
         came_from[node] = back, link
         for other, step in _links(graph, node, inside):
-            if step.why == STREAM:
+            if step.by_stream:
                 queue.appendleft((other, node, step))
             else:
                 queue.append((other, node, step))
-    return []
+    raise AssertionError("no cycle leads through the node")
 
 
 def _num_crossings(steps: list[CycleLink]) -> int:
-    return sum(step.why != STREAM for step in steps)
+    return sum(not step.by_stream for step in steps)
 
 
 def _links(graph: HappensBefore, node: int, inside: set[int]) -> Iterator[tuple[int, CycleLink]]:
@@ -164,25 +134,22 @@ def _links(graph: HappensBefore, node: int, inside: set[int]) -> Iterator[tuple[
             continue
         other = graph.part[before]
         if other is not None:
-            yield before, CycleLink(part, other, _why(part, other))
+            yield before, CycleLink(part, other)
             continue
         for begin in graph.awaited(before):
             member = graph.part[begin]
-            if begin not in inside or member is None:
-                continue
-            if part[1].ordering.takes:
-                yield begin, CycleLink(part, member, _why(part, member))
-            elif member[0] is not part[0]:
-                yield begin, CycleLink(part, member, MEETS)
+            if begin in inside and member is not None:
+                if part[1].ordering.takes or member[0] is not part[0]:
+                    yield begin, CycleLink(part, member)
 
 
 def _joined(steps: list[CycleLink]) -> list[CycleLink]:
     """Several links along one stream as one, from where the cycle enters a stream."""
-    first = next((i for i in range(len(steps)) if steps[i - 1].why != STREAM), 0)
+    first = next((i for i in range(len(steps)) if not steps[i - 1].by_stream), 0)
     joined: list[CycleLink] = []
     for step in steps[first:] + steps[:first]:
-        if joined and joined[-1].why == step.why == STREAM:
-            joined[-1] = CycleLink(joined[-1].part, step.other, STREAM)
+        if joined and joined[-1].by_stream and step.by_stream:
+            joined[-1] = CycleLink(joined[-1].part, step.other)
         else:
             joined.append(step)
     return [step for step in joined if step.part != step.other]
@@ -190,92 +157,28 @@ def _joined(steps: list[CycleLink]) -> list[CycleLink]:
 
 def _explained(steps: list[CycleLink], explainer: Explainer) -> Finding:
     refs: list[OpRef] = []
-    for (place, item), (other_place, other), why in steps:
-        rank = other_place.rank
-        line = explainer.line(other_place.source, other.index)
-        if why == STREAM:
-            why = f"it comes earlier on stream {place.source.streams[item.stream]}"
-        elif why == MEETS:
-            why = f"it cannot end before rank {rank} is there"
-        role = f"waits for rank {rank}, line {line}: {why}"
+    for step in steps:
+        (place, item), (there, other) = step
+        role = f"waits for rank {there.rank}, line {explainer.line(there.source, other.index)}"
+        if step.by_stream:
+            role += f", which comes earlier on stream {place.source.streams[item.stream]}"
         refs.append(explainer.ref(place, item, role))
     ranks = sorted({ref.rank for ref in refs})
     message = f"rank {ranks[0]} waits for itself, in a circle"
     if len(ranks) > 1:
         listed = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
         message = f"ranks {listed} wait for each other, in a circle"
-    links = [(part, other) for part, other, _ in steps]
-    local = [(part, other) for part, other in links if part[0] is other[0]]
-    propose = partial(explainer.fixes.cycle, [*segments(links), *local])
-    words = _advice(steps, explainer)
-    return Finding("deadlock", message, tuple(refs), words, "error", tuple(ranks), propose)
+    return Finding("deadlock", message, tuple(refs), _advice(steps), "error", tuple(ranks))
 
 
-def _why(part: Part, earlier: Part) -> str:
-    """Why an op waits for another."""
-    (place, item), (other_place, other) = part, earlier
-    here, there = item.ordering, other.ordering
-    if place is not other_place:
-        if here.expects:
-            return "its notify raises the signal"
-        return "the slot comes back with its free" if here.takes else MEETS
-    if item is other:
-        return STREAM  # the end of an op after its begin
-    same = item.index == other.index
-    members = same and not any(one.is_group or one.is_fused for one in (item, other))
-    if item.stream == other.stream and other.turn < item.turn and (members or not same):
-        return STREAM
-    if item.record == other.place:
-        return "the event is recorded there"
-    if there.holds_host and other.turn < item.turn:
-        return "the host issues nothing more until that stream has come there"
-    if there.frees is not None:
-        return "the slot comes back with its free"
-    if members:
-        return "the parts of a fused op are begun in the order listed"
-    if same:
-        return "it is part of the same op"
-    if here.meets:
-        return f"collectives of team {here.meets[0]} run in the order in which they are issued"
-    return MEETS  # a message of a rank to itself
-
-
-def segments(links: Sequence[tuple[Part, Part]]) -> list[tuple[Part, Part]]:
-    """Where a cycle of waits enters and leaves each rank: a peer waits for the first op, which
-    comes only after the second, which waits for a peer.
-    """
-    found: list[tuple[Part, Part]] = []
-    for part, other in links:
-        if part[0] is other[0]:
-            if found and found[-1][1] == part:
-                found[-1] = found[-1][0], other
-            else:
-                found.append((part, other))
-    if len(found) > 1 and found[-1][1] == found[0][0]:
-        found[0] = found.pop()[0], found[0][1]
-    return found
-
-
-def _advice(steps: list[CycleLink], explainer: Explainer) -> str:
-    """Which op has to move, where no edit is known to open the circle."""
-    links = [(part, other) for part, other, why in steps if why != MEETS]
-    takes = [item.ordering.takes for link in links for _, item in link]
+def _advice(steps: list[CycleLink]) -> str:
+    """The fix in words: which op has to move."""
+    takes = [item.ordering.takes for part, other in steps for _, item in (part, other)]
     if any(buffer is not None and buffer.kind == "symmetric" for buffer in takes):
         return "free the buffer that held the slot before this take of it, on every rank"
-    said: list[str] = []
-    for (place, item), (_, other) in segments(links):
-        line, first = (explainer.line(place.source, one.index) for one in (item, other))
-        if item.index != other.index:
-            one, two = f"line {line}", f"line {first}"
-        else:
-            program = place.source.program
-            ops = [op for op in (item.op, other.op) if op is not None]
-            texts = (print_op(op, program).partition(": ")[2] for op in ops)
-            one, two = (f"`{text}` of line {line}" for text in texts)
-        said.append(
-            f"{one}, which a peer waits for, comes only after {two}, which waits for a peer"
-        )
-    return f"{'; '.join(dict.fromkeys(said))}: issue first what a peer waits for"
+    return (
+        "issue what a peer waits for before what waits for a peer, or put messages into one group"
+    )
 
 
 def launch_order(builder: GraphBuilder, explain: Callable[[], Explainer]) -> list[Finding]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from interlace.ir.ops import Fused, Group, Loc
+from interlace.ir.ops import Loc
 from interlace.ir.sizes import at_hand
 from interlace.ir.text.printer import print_op
 from interlace.verify.fixes import Fixes, line_numbers
@@ -85,8 +85,7 @@ class Explainer:
         source = place.source
         fix = flaw.fix.format(*(self.line(source, index) for index in flaw.lines))
         ops = tuple(self.ref(place, item, role, buffer) for item, role, buffer in flaw.ops)
-        propose = partial(self.fixes.flaw, source, flaw)
-        return Finding(flaw.kind, flaw.message, ops, fix, "error", source.ranks, propose)
+        return Finding(flaw.kind, flaw.message, ops, fix, "error", source.ranks)
 
     def access(self, entry: ByteAccess) -> OpRef:
         """An op with what it does to which bytes."""
@@ -114,16 +113,14 @@ class Explainer:
             pairs = [(two, one) for one, two in pairs]
             first, second = pairs[0]
         ops = (self.access(first), self.access(second))
-        name, source = second.content.name, first.place.source
+        name, propose = second.content.name, None
         match kind:
             case "use-after-free":
                 message = f"{name} is used after it was freed"
                 fix = f"free {name} after line {ops[1].line}, and in an order that awaits it"
-                propose = partial(self.fixes.free_later, source, first.item.version)
             case "use-before-alloc":
                 message = f"{name} is used before its slot is taken"
                 fix = f"allocate {name} before line {ops[1].line}, in an order that this op awaits"
-                propose = partial(self.fixes.alloc_sooner, source, first.item.version)
             case _:
                 message = _race_message(first, second, ops)
                 fix = _race_advice(first, second, ops)
@@ -177,11 +174,6 @@ def _race_advice(first: ByteAccess, second: ByteAccess, ops: tuple[OpRef, OpRef]
     one, two = first.place, second.place
     line = f"line {ops[0].line}"
     if one is two and first.item.index == second.item.index:
-        op = None if first.item.op is None else one.source.program.ops[first.item.index]
-        if isinstance(op, Fused):
-            return f"put both in one part of the fused op on {line}"
-        if isinstance(op, Group):
-            return f"take one of the two out of the group on {line}"
         return f"let {line} write to a buffer of its own, and copy from there"
     if one is not two and first.item is second.item:
         return f"let each rank touch bytes of its own: {line} is one op that all of them do at once"

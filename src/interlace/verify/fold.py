@@ -19,61 +19,45 @@ Note [A circle of nodes is a circle of ops]
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from interlace.ir.order import (
-    Awaited,
-    Channel,
-    Delivery,
-    Meetings,
-    Queue,
-    Retake,
-    Signal,
-    Slot,
-    TeamKey,
-)
 from interlace.ir.sizes import greatest
-from interlace.verify.build import GraphBuilder, Members, places_of
+from interlace.verify.build import GraphBuilder
 from interlace.verify.deadlock import launched_in_a_circle
 from interlace.verify.graph import (
     Arrival,
     Clock,
     HappensBefore,
-    IssuedOp,
-    RankPlace,
 )
 from interlace.verify.in_place import in_place
 from interlace.verify.matching import mismatches
-from interlace.verify.regions import Regions
+from interlace.verify.regions import ByteRegion, Regions
 from interlace.verify.scales import takes_blocks
-from interlace.verify.source import Item, LoweredProgram, Touch, Version
-from interlace.verify.sweep import AccessFault, BufferLife, ByteAccess, Memory, Sweep
+from interlace.verify.source import LoweredProgram
+from interlace.verify.sweep import BufferLife, ByteAccess, Sweep
 from interlace.verify.turns import Turns
 
 if TYPE_CHECKING:
     from interlace.verify.explain import Explainer
 
-Base = tuple[int, ...]
-
 
 class Unfit(Exception):
-    """Something is not as it has to be for a fold: all ranks have to be looked at."""
+    """There is something to find: all ranks have to be looked at."""
 
 
 @dataclass(slots=True, eq=False)
 class Carried:
     """Renaming of chains by the map that carries a rank's representative to it."""
 
-    to: Base
+    to: Clock
     """The chain that each becomes."""
-    back: Base
+    back: Clock
     """The chain that becomes each."""
-    rename: Callable[[Base], Base]
+    rename: Callable[[Clock], Clock]
     """Positions of chains, under the new names."""
 
 
@@ -89,9 +73,6 @@ class FoldedGraph(HappensBefore):
         default_factory=dict[int, tuple[int, Carried]]
     )
     """Original of each such copy, and the renaming of chains."""
-    renamed: dict[tuple[int, int], Base] = field(default_factory=dict[tuple[int, int], Base])
-    """Renamed bases, by the id of a base (which `held` keeps alive) and rank."""
-    held: list[Base] = field(default_factory=list[Base])
 
     def awaited(self, node: int) -> list[int]:
         before = HappensBefore.awaited(self, node)
@@ -115,17 +96,9 @@ class FoldedGraph(HappensBefore):
         clock, chain, position = self.clocks[node], self.chain[node], self.pos[node]
         assert clock is not None
         carried = self.carried[rank]
-        base = self.renamed.get((id(clock.base), rank))
-        if base is None:
-            base = carried.rename(clock.base)
-            self.take(len(base))
-            self.renamed[id(clock.base), rank] = base
-            self.held += [clock.base, base]
-        since = {carried.to[one]: reached for one, reached in clock.since.items()}
-        return Clock(base, since), carried.to[chain] if chain >= 0 else -1, position
+        return carried.rename(clock), carried.to[chain] if chain >= 0 else -1, position
 
     def copy(self, node: int, rank: int) -> int:
-        """A node for an op of this node's rank as it is on another."""
         if self.carried[rank].to[self.chain[node]] == self.chain[node]:
             return node
         made = self.copies.get((node, rank))
@@ -145,18 +118,14 @@ class FoldedGraph(HappensBefore):
             at = carried.back[at]
         clock = self.clocks[self.begins.get(other, other)]
         assert clock is not None
-        return clock.since.get(at, clock.base[at]) >= self.pos[one]
+        return clock[at] >= self.pos[one]
 
 
 class _Carrier(dict[int, Carried]):
     """Makes the renaming for each rank when it is first asked for."""
 
-    def __init__(self, turns: Turns, among: Sequence[RankPlace]) -> None:
-        self.turns = turns
-        self.chains = {
-            place.rank: range(place.chain, place.chain + len(place.source.streams))
-            for place in among
-        }
+    def __init__(self, turns: Turns, chains: Mapping[int, range]) -> None:
+        self.turns, self.chains = turns, chains
 
     def __missing__(self, rank: int) -> Carried:
         to, back = (self.renamed(by) for by in (self.turns.carry(rank), self.turns.back(rank)))
@@ -164,138 +133,19 @@ class _Carrier(dict[int, Carried]):
         made = self[rank] = Carried(to, back, pick)
         return made
 
-    def renamed(self, by: Mapping[int, int]) -> Base:
+    def renamed(self, by: Mapping[int, int]) -> Clock:
         """The chain that each chain becomes by a map of the ranks."""
         ranks = map(by.__getitem__, self.chains)
         return tuple(chain.from_iterable(map(self.chains.__getitem__, ranks)))
 
 
 class FoldedBuilder(GraphBuilder):
-    """Builds a FoldedGraph; raises Unfit where ops do not match one to one."""
+    """Builds a FoldedGraph."""
 
     def __init__(self, sources: Sequence[LoweredProgram], regions: Regions, turns: Turns) -> None:
-        self.regions, self.turns = regions, turns
-        everywhere = {place.rank: place for place in places_of(sources)}
-        among = [everywhere[rank] for rank in turns.among]
-        num_chains = 0
-        for place in among:
-            place.chain = num_chains
-            num_chains += len(place.source.streams)
-        self.everywhere = everywhere
-        self.places = [everywhere[rank] for rank in turns.visited]
-        self.ranks = {place.rank for place in self.places}
-        self.meetings = Meetings[IssuedOp](among=frozenset(turns.among))
-        self.graph: FoldedGraph = FoldedGraph(num_chains)
-        self.graph.carried = _Carrier(turns, among)
-        self.heights = [0] * self.graph.num_chains
-
-    def build(self) -> FoldedGraph:
-        self._run()
-        if not self._balanced():
-            raise Unfit("what one rank does has no other end")
-        self._match()
-        self.graph.solve()
-        return self.graph
-
-    def first(self, rank: int) -> int:
-        """The rank that stands for another."""
-        return self.turns.first[rank]
-
-    def members(self, team: TeamKey, rank: int) -> Sequence[int]:
-        return self.everywhere[rank].where.member(team.name).ranks
-
-    def own(self, team: TeamKey, rank: int) -> TeamKey:
-        return self.key(self.first(rank), team.name)
-
-    def of_reader(self, signal: Signal) -> Signal:
-        name, team, writer, reader = signal
-        return name, self.own(team, reader), self.turns.back(reader)[writer], self.first(reader)
-
-    def key(self, rank: int, team: str) -> TeamKey:
-        """The instance of a team that a rank is in, among those between which order is sought."""
-        return self.meetings.team(self.everywhere[rank].where, team)
-
-    def queue(self, queue: Queue, rank: int) -> list[IssuedOp]:
-        """The ops that stand for the collectives of a member of the queue's team."""
-        first = self.first(rank)
-        found = self.meetings.queues.get((self.key(first, queue[0].name), queue[1]), {})
-        return found.get(first, [])
-
-    def takes(self, slot: Slot, rank: int) -> list[IssuedOp]:
-        """The ops that stand for the takes of a slot by a member of its team."""
-        first = self.first(rank)
-        found = self.meetings.taken.get((self.key(first, slot[0].name), slot[1]), {})
-        return found.get(first, [])
-
-    def ends(self, channel: Channel, sends: bool) -> list[IssuedOp]:
-        """The ops that stand for the sends or the receives of a channel."""
-        team, sender, receiver = channel
-        rank = sender if sends else receiver
-        first = self.first(rank)
-        here = [self.turns.back(rank)[one] for one in (sender, receiver)]
-        found = self.meetings.channels.get((self.key(first, team.name), here[0], here[1]))
-        return [] if found is None else found[0 if sends else 1]
-
-    def _balanced(self) -> bool:
-        met = self.meetings
-        for queue, members in [*met.queues.items()]:
-            counts = {len(self.queue(queue, rank)) for rank in queue[0].ranks}
-            if counts != {len(mine) for mine in members.values()} or len(counts) > 1:
-                return False
-        for slot, members in [*met.taken.items()]:
-            counts = {len(self.takes(slot, rank)) for rank in slot[0].ranks}
-            if counts != {len(mine) for mine in members.values()} or len(counts) > 1:
-                return False
-            for rank, taken in members.items():
-                if any((slot, n, rank) not in met.freed for n in range(len(taken))):
-                    return False
-        return all(
-            len(self.ends(channel, True)) == len(self.ends(channel, False))
-            for channel in [*met.channels]
-        )
-
-    def link(self, node: int, other: int, rank: int) -> None:
-        if self.first(rank) == rank:
-            self.graph.preds[node].append(other)
-        else:
-            self.graph.afar.setdefault(node, []).append((other, rank))
-
-    def collectives(self) -> Iterator[tuple[Queue, Members, Members]]:
-        for queue, members in [*self.meetings.queues.items()]:
-            standing = {rank: self.queue(queue, rank) for rank in queue[0].ranks}
-            for k in range(len(next(iter(members.values())))):
-                self.regions.spend(8 * len(standing))
-                come = {rank: own[k] for rank, own in members.items()}
-                yield queue, come, {rank: own[k] for rank, own in standing.items()}
-
-    def deliveries(self) -> Iterator[Delivery[IssuedOp]]:
-        """The messages from a rank to another, one of which is visited."""
-        for channel in [*self.meetings.channels]:
-            pairs = zip(self.ends(channel, True), self.ends(channel, False), strict=True)
-            for k, (send, recv) in enumerate(pairs):
-                yield Delivery(channel, k, send, recv)
-
-    def retakes(self) -> Iterator[Retake[IssuedOp]]:
-        freed = self.meetings.freed
-        for slot, members in [*self.meetings.taken.items()]:
-            team, name = slot
-            for n in range(2, len(next(iter(members.values())))):
-                takers = [taken[n] for taken in members.values()]
-                frees = {
-                    rank: freed.get(((self.own(team, rank), name), n - 2, self.first(rank)))
-                    for rank in team.ranks
-                }
-                yield Retake(slot, n, takers, frees)
-
-    def levels(self) -> Iterator[Awaited[IssuedOp]]:
-        for signal, value, at in self.meetings.awaited:
-            name, team, writer, reader = signal
-            here = name, self.own(team, writer), self.first(writer), self.turns.back(writer)[reader]
-            yield Awaited(signal, value, at, *self.meetings.first_raise(here, value))
-
-    def on(self, at: IssuedOp, rank: int) -> IssuedOp:
-        """An op as it is on a rank that its own stands for."""
-        return at._replace(place=self.everywhere[rank])
+        super().__init__(sources, regions, turns)
+        self.graph: FoldedGraph = FoldedGraph(self.graph.num_chains)
+        self.graph.carried = _Carrier(turns, self.chains)
 
 
 def certified(
@@ -308,7 +158,7 @@ def certified(
         return False
     builder = FoldedBuilder(sources, regions, turns)
     try:
-        graph = builder.build()
+        builder.build()
         sweep = FoldedSweep(builder)
         if launched_in_a_circle(builder)[1]:
             return False
@@ -320,8 +170,7 @@ def certified(
         sweep.run()
     except Unfit:
         return False
-    assert graph is sweep.graph
-    return not sweep.faults
+    return True
 
 
 def _refuse() -> Explainer:
@@ -332,108 +181,15 @@ def _refuse() -> Explainer:
 class FoldedSweep(Sweep):
     """The walk over the memories of the ranks that stand for others; ends at the first fault.
 
-    What a peer does there is done by that rank from which the peer's own place leads here.
-
     Note [Buffers that share a storage]
-        They are compared by the hulls of their boxes, which do not turn with the rank. So here
-        every access of one has to come after all accesses of the one that had some of its bytes
-        before, which then is touched no more. Then no two of them conflict, and nothing is read
-        that another has overwritten. (The last access on each chain comes after the others there,
-        and the first before them.)
+        They are compared by the hulls of their boxes, which do not turn with the rank; so here an
+        access of one counts, for the others, as one of all its bytes.
     """
 
-    def __init__(self, builder: FoldedBuilder) -> None:
-        super().__init__(builder.graph, builder.regions, builder.slot)
-        self.builder, self.folded = builder, builder.graph
-        self._storages: dict[tuple[RankPlace, str], _Storage] = {}
-        self._tenants: dict[BufferLife, _Tenant] = {}
-
-    def _memory(self, place: RankPlace, version: Version) -> Memory:
-        return Memory()
-
-    def _occupy(self, node: int, place: RankPlace, life: BufferLife) -> None:
-        """Sees that what had the bytes before is done with them before this node."""
-        tenant = self._tenants.get(life)
-        if tenant is None:
-            key = place, life.version.storage
-            storage = self._storages.get(key)
-            if storage is None:
-                storage = self._storages[key] = _Storage(self._bounds(*key))
-            tenant = self._tenants[life] = storage.let(life)
-        chain = self.graph.chain[node]
-        if tenant.gone:
-            raise Unfit("a buffer is used after another has taken its bytes")
-        if chain not in tenant.last and not all(
-            self.graph.before(done, node) for done in tenant.after
-        ):
-            raise Unfit("buffers that share a storage, in no order")
-        tenant.last[chain] = node
-
-    def _free(self, node: int, place: RankPlace, item: Item) -> None:
-        life = self.life(place, item.version)
-        if life.version.shared and life.content.size > 0:
-            self._occupy(node, place, life)
-        super()._free(node, place, item)
+    def _hull(self, life: BufferLife, region: ByteRegion) -> tuple[int, int]:
+        if life.content.memory.arena:
+            return life.offset, life.offset + greatest(life.content.size)
+        return super()._hull(life, region)
 
     def _fault(self, kind: str, first: ByteAccess | None, second: ByteAccess) -> None:
-        self.faults[kind,] = [AccessFault(kind, first, second)]
         raise Unfit(kind)
-
-    def _touch(self, node: int, place: RankPlace, item: Item, touch: Touch) -> None:
-        life = self.life(place, touch.version)
-        if touch.peer is None or touch.team is None or life.slot is None:
-            if life.version.shared and item.does(touch, place.where):
-                region = self.regions.at(touch.spot, place.where)
-                if not region.empty:
-                    self._occupy(node, place, life)
-            super()._touch(node, place, item, touch)
-            return
-        builder, where = self.builder, place.where
-        if life.alloc >= 0 or life.version.free >= 0:
-            region = self.regions.at(touch.spot, where)
-            if not region.empty:
-                own = ByteAccess(
-                    region.start, region.stop, region, life.content, node, place, item, touch.write
-                )
-                self._check_life(life, own)
-        target = where.peer(touch.team, touch.peer)
-        owner, rank = builder.first(target), builder.turns.back(target)[place.rank]
-        there = builder.everywhere[rank].where
-        region = self.regions.at(touch.spot, there)
-        if not region.empty:
-            slot = builder.meetings.slot(there, life.version.buffer)
-            content = self._copy(slot, life.take, owner, life.version, life.content.size)
-            at = self.folded.copy(node, rank)
-            lo, hi, write = region.start, region.stop, touch.write
-            self._compare(ByteAccess(lo, hi, region, content, at, place, item, write), 0)
-
-
-@dataclass(slots=True, eq=False)
-class _Tenant:
-    """A buffer that shares its storage."""
-
-    after: Sequence[int]
-    """The last accesses of those that had its bytes before."""
-    last: dict[int, int] = field(default_factory=dict[int, int])
-    """Its own last access on each chain."""
-    gone: bool = False
-    """Another buffer has some of its bytes now."""
-
-
-class _Storage:
-    """Who has each cell of a storage."""
-
-    def __init__(self, bounds: Sequence[int]) -> None:
-        self.bounds = bounds
-        self.last: list[_Tenant | None] = [None] * (len(bounds) - 1)
-
-    def let(self, life: BufferLife) -> _Tenant:
-        """Gives a buffer its bytes."""
-        first = bisect_left(self.bounds, life.offset)
-        end = bisect_left(self.bounds, life.offset + greatest(life.content.size))
-        before = {one for cell in range(first, end) if (one := self.last[cell]) is not None}
-        for one in before:
-            one.gone = True
-        tenant = _Tenant(sorted({node for one in before for node in one.last.values()}))
-        self.last[first:end] = [tenant] * (end - first)
-        return tenant

@@ -27,16 +27,14 @@ Note [Meetings]
     of the take after the next.
 
 Note [Clocks]
-    A chain is one stream of one rank. A node's clock says how far each chain has surely come when
-    the node starts, so "a happens before b" is one comparison: clock(begin of b)[chain of a] >=
-    position of a's end. Nodes whose only predecessor is the one before them on the chain share its
-    clock. A clock is a tuple for all chains, which many nodes have in common, and what came since:
-    so what ranks do by themselves costs the same however many ranks there are.
+    A chain is one stream of one rank. A node's clock has the position that each chain has surely
+    reached when the node starts, so "a happens before b" is one comparison: clock(begin of b)[chain
+    of a] >= position of a's end. Nodes that learn of no other chain share the clock of the one
+    before them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,10 +45,8 @@ from interlace.verify.source import Item, LoweredProgram
 Part = tuple["RankPlace", Item]
 MAX_WORDS = 200_000_000
 """Words of memory that one graph takes, at most: 1.6 GB, about as many as are counted here."""
-PER_OP, PER_SINCE = 80, 8
-"""Words for an op of a rank, and for each chain that a clock holds apart from its base."""
-MAX_SINCE = 128
-"""Chains that a clock holds apart from its base, at most."""
+PER_OP = 80
+"""Words for an op of a rank."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +56,7 @@ class RankPlace:
     source: LoweredProgram
     rank: int
     where: Where
-    chain: int
+    chain: int = -1
     """The chain of its first stream; the others follow."""
     nodes: list[int] = field(default_factory=list[int])
     """The node at which each item is complete, by index; the return is the last."""
@@ -82,14 +78,8 @@ class IssuedOp(NamedTuple):
         return self.place.source
 
 
-class Clock(NamedTuple):
-    """Position that each chain has reached: that in `since` if present, else that in `base`."""
-
-    base: tuple[int, ...]
-    """Many clocks have one and the same."""
-    since: dict[int, int]
-
-
+Clock = tuple[int, ...]
+"""Position that each chain has reached."""
 Arrival = tuple[Clock, int, int]
 """A node that another comes after: its clock, its chain and its position there."""
 
@@ -117,10 +107,6 @@ class HappensBefore:
     """Node -> what it waits for that never comes."""
     places: list[RankPlace] = field(default_factory=list[RankPlace])
     clocks: list[Clock | None] = field(default_factory=list["Clock | None"])
-    made_from: dict[int, tuple[tuple[int, ...], ...]] = field(
-        default_factory=dict[int, tuple[tuple[int, ...], ...]]
-    )
-    """Bases that a base is nowhere behind, by its id (the clocks keep it alive)."""
     order: list[int] = field(default_factory=list[int])
     """The nodes that can finish, in an order in which they can."""
     words: int = 0
@@ -142,7 +128,7 @@ class HappensBefore:
     def solve(self) -> None:
         """Fills `order` and `clocks`; what cannot finish is left out of them."""
         self.order, self.clocks = self.sequence(), [None] * len(self.preds)
-        start = Clock((0,) * self.num_chains, {})
+        start = (0,) * self.num_chains
         for node in self.order:
             before = self.preds[node]
             known = self.clocks[before[-1]] if before else start
@@ -179,46 +165,13 @@ class HappensBefore:
 
     def _joined(self, arrivals: list[Arrival]) -> Clock:
         """The clock after several nodes: their clocks, and the nodes themselves."""
-        clocks = {id(clock): clock for clock, _, _ in arrivals}
-        bases = {id(clock.base): clock.base for clock in clocks.values()}
-        base = self._joined_base(list(bases.values()))
-        since: dict[int, int] = {}
+        clocks = list({id(clock): clock for clock, _, _ in arrivals}.values())
+        reached = list(map(max, *clocks)) if len(clocks) > 1 else [*clocks[0]]
         for _, chain, position in arrivals:
-            if chain >= 0 and position > base[chain] and position > since.get(chain, 0):
-                since[chain] = position
-        for clock in clocks.values():
-            for chain, position in clock.since.items():
-                if position > base[chain] and position > since.get(chain, 0):
-                    since[chain] = position
-        if not since or len(since) <= MAX_SINCE < self.num_chains:
-            self.take(PER_SINCE * (1 + len(since)))
-            return Clock(base, since)
-        full = list(base)
-        for chain, position in since.items():
-            full[chain] = position
-        return Clock(self._new_base(full, base), {})
-
-    def _joined_base(self, bases: list[tuple[int, ...]]) -> tuple[int, ...]:
-        """The furthest of several bases for each chain: one of them, where that is known."""
-        tops = [bases.pop()]
-        for other in bases:
-            if self._includes(other, tops[-1]):
-                tops[-1] = other
-            elif not self._includes(tops[-1], other):
-                tops.append(other)
-        if len(tops) > 2:
-            return self._new_base(map(max, *tops), *tops)
-        one, other = tops[0], tops[-1]
-        if one is other:
-            return one
-        return self._new_base([a if a > b else b for a, b in zip(one, other, strict=True)], *tops)
-
-    def _new_base(self, positions: Iterable[int], *earlier: tuple[int, ...]) -> tuple[int, ...]:
-        base = tuple(positions)
-        self.words += len(base)  # `take` looks at it for the next clock
-        if self.num_chains > MAX_SINCE:
-            self.made_from[id(base)] = earlier
-        return base
+            if chain >= 0 and position > reached[chain]:
+                reached[chain] = position
+        self.take(len(reached))
+        return tuple(reached)
 
     def take(self, words: int) -> None:
         """Counts memory. Raises ProgramError where that is too much."""
@@ -230,12 +183,9 @@ class HappensBefore:
                 "fewer streams or ops"
             )
 
-    def _includes(self, base: tuple[int, ...], other: tuple[int, ...]) -> bool:
-        """True if a base is known to be nowhere behind another: made from it, or once removed."""
-        for one in self.made_from.get(id(base), ()):
-            if one is other or any(two is other for two in self.made_from.get(id(one), ())):
-                return True
-        return False
+    def copy(self, node: int, rank: int) -> int:
+        """A node for an op of this node's rank as it is on another, which its own stands for."""
+        raise AssertionError(f"rank {rank} stands for itself, of which node {node} is none")
 
     def before(self, one: int, other: int) -> bool:
         """True if op `one` has ended before op `other` begins, in every run of the programs."""
@@ -246,4 +196,4 @@ class HappensBefore:
         clock = self.clocks[other]
         if clock is None:
             return False
-        return clock.since.get(at, clock.base[at]) >= self.pos[one]
+        return clock[at] >= self.pos[one]

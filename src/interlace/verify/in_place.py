@@ -15,13 +15,13 @@ which the sweep finds.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.ir.operators import is_pointwise
-from interlace.ir.ops import KINDS, RNG, Call, Collective, Copy, Op, views_in
+from interlace.ir.ops import KINDS, RNG, Collective, Copy, views_in
 from interlace.ir.sizes import Int, at_hand
 from interlace.ir.text.printer import print_view
-from interlace.ir.types import DType, Where
+from interlace.ir.types import Where
 from interlace.ir.view import Box, View
 from interlace.options import BACKENDS
 from interlace.verify.graph import RankPlace
@@ -39,10 +39,42 @@ COLLECTIVES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """For each kind that may work in place, the form and the backends that do it right."""
 
-Pair = tuple[Touch, Touch, str]
-"""A write of an op, another of its touches of the same storage, and the form they may have."""
 Operand = tuple[Box, Int]
 """A box of a buffer, and where the buffer begins in its storage, in bytes."""
+_ADVICE = {
+    "": "",
+    "same": ", or give it just the same view to read and to write",
+    "own": ", or let the part be this rank's own part of the whole",
+}
+_WHY = {
+    "": "",
+    "same": ", and are not one and the same view",
+    "own": ", and not as this rank's own part lies in the whole",
+}
+
+
+class Rule(NamedTuple):
+    """How an op may write what it also reads."""
+
+    name: str
+    form: str = ""
+    """`same`, `own`, or empty for not at all."""
+    collective: Collective | None = None
+    twice: tuple[View, ...] = ()
+    """The views that it fills more than once."""
+    written: Sequence[View] = ()
+    """The arguments that it writes in place."""
+    backends: str = ""
+    """Backends that work in place, if not all do."""
+
+
+class Pair(NamedTuple):
+    """A write of an op, and another of its touches of the same storage."""
+
+    write: Touch
+    other: Touch
+    form: str
+    """The form that they may have."""
 
 
 def in_place(
@@ -61,8 +93,8 @@ def in_place(
         placed.setdefault(place.source, []).append(place)
     return [
         finding
-        for source, mine in placed.items()
-        for finding in _Finder(source, mine, explain, regions, visited).run()
+        for source, own in placed.items()
+        for finding in _Finder(source, own, explain, regions, visited).run()
     ]
 
 
@@ -84,81 +116,77 @@ class _Finder:
         self.regions = regions
         self.compiled = {region.name: region for region in source.program.regions}
         self.known: dict[tuple[object, ...], tuple[int, ...]] = {}
-        first: dict[str, int] = {}
         self.storage = [
-            first.setdefault(version.storage, number) if version.shared else number
+            version.storage if version.shared else number
             for number, version in enumerate(source.versions)
         ]
-        """For each version, the number of the first one with the same storage."""
+        """For each version, what is equal for those that may share bytes."""
 
     def run(self) -> Iterator[Finding]:
         for whole in self.source.items:
             for item in whole.members or (whole,):
-                touches = item.touches
+                touches, call = item.touches, item.call
                 several = len({self.storage[touch.version] for touch in touches}) < len(touches)
-                if several or _twice(item.op):
+                if several or (call is not None and (len(call.outs) > 1 or call.facts.writes)):
                     yield from self.look(item)
 
     def look(self, item: Item) -> Iterator[Finding]:
         """The first pair of an op's operands that share bytes as they may not."""
-        for write, other, form in self.pairs(item):
-            ranks = self.breach(item, write, other, form)
+        rule = self.rule(item)
+        for pair in self.pairs(item, rule):
+            ranks = self.breach(item, pair, rule.collective)
             if ranks:
-                yield self.finding(item, write, other, form, ranks)
+                yield self.finding(item, pair, rule, ranks)
                 return
 
-    def pairs(self, item: Item) -> Iterator[Pair]:
-        storage, op = self.storage, item.op
+    def rule(self, item: Item) -> Rule:
+        if (call := item.call) is not None:
+            body = self.compiled[call.fn].body if call.fn in self.compiled else (call,)
+            form = "same" if all(is_pointwise(node.fn) for node in body) else ""
+            groups = call.outs, views_in(tuple(call.facts.written(call.args, call.kwargs)))
+            twice = [view for outs in groups for i, view in enumerate(outs) if view in outs[:i]]
+            return Rule(call.fn, form, twice=tuple(twice), written=call.written)
+        if (op := item.collective) is not None:
+            form, backends = COLLECTIVES.get(op.kind, ("", ()))
+            # A collective that names no backend may come to run on any.
+            possible = {*BACKENDS} if op.backend is None else {op.backend}
+            if possible <= {*backends}:
+                return Rule(op.kind, form, op)
+            named = " or ".join(f'backend="{name}"' for name in backends)
+            return Rule(op.kind, "", op, backends=named)
+        return Rule(type(item.op).__name__.lower(), "same" if isinstance(item.op, Copy) else "")
+
+    def pairs(self, item: Item, rule: Rule) -> Iterator[Pair]:
         touches = [touch for touch in item.touches if touch.spot.view != RNG]
         writes = [touch for touch in touches if touch.write]
         self.regions.spend(len(writes) * len(touches))
-        for twice in _twice(op):  # its two writes are one touch
+        for twice in rule.twice:  # its two writes are one touch
             write = next(touch for touch in writes if touch.spot.view == twice)
-            yield write, write, ""
+            yield Pair(write, write, "")
         for i, write in enumerate(writes):
-            for other in writes[:i]:
-                if storage[other.version] == storage[write.version]:
-                    yield write, other, ""
-            itself = isinstance(op, Call) and write.spot.view in op.written
+            storage = self.storage[write.version]
+            yield from (
+                Pair(write, one, "") for one in writes[:i] if self.storage[one.version] == storage
+            )
+            itself = write.spot.view in rule.written
             for other in touches:
-                if other.write or storage[other.version] != storage[write.version]:
+                if other.write or self.storage[other.version] != storage:
                     continue
                 if itself and other.spot is write.spot:
                     itself = False  # the argument that is written
                 elif other.contents:
-                    yield write, other, self.form(op)
+                    yield Pair(write, other, rule.form)
 
-    def form(self, op: Op | None) -> str:
-        """The form in which an op may write what it reads: `same`, `own`, or empty for none."""
-        if isinstance(op, Copy):
-            return "same"
-        if isinstance(op, Call):
-            body = self.compiled[op.fn].body if op.fn in self.compiled else (op,)
-            return "same" if all(is_pointwise(node.fn) for node in body) else ""
-        if isinstance(op, Collective):
-            form, backends = COLLECTIVES.get(op.kind, ("", ()))
-            # A collective that names no backend may come to run on any.
-            possible = set(BACKENDS) if op.backend is None else {op.backend}
-            return form if possible <= set(backends) else ""
-        return ""
-
-    def breach(self, item: Item, write: Touch, other: Touch, form: str) -> tuple[int, ...]:
+    def breach(self, item: Item, pair: Pair, op: Collective | None) -> tuple[int, ...]:
         """The ranks on which two operands share bytes, and not in the form."""
-        touches = (write, other)
-        op = item.op
-        own = (op.kind, op.team, op.root, op.splits) if isinstance(op, Collective) else None
+        touches, form = (pair.write, pair.other), pair.form
+        own = None if op is None else (op.kind, op.team, op.root, op.splits)
         key = (form, own, *((t.spot.key, self.base(t), t.peer, t.team) for t in touches))
         found = self.known.get(key)
         if found is None:
-            alike = form != "own" and not any(
-                t.spot.by_rank or t.peer is not None or t.root_only for t in touches
-            )
             places = self.places if form == "own" else self.visited
-            places = places[:1] if alike else places
             self.regions.spend(PER_PAIR * len(places))
-            broken = [p.rank for p in places if self.broken(p.where, item, write, other, form)]
-            if alike and broken:
-                broken = [place.rank for place in self.places]
+            broken = [place.rank for place in places if self.broken(place.where, item, pair, op)]
             found = self.known[key] = tuple(broken)
         return found
 
@@ -176,71 +204,42 @@ class _Finder:
         box = self.regions.at(touch.spot, where).exact
         return (box, self.base(touch)) if box.numel else None
 
-    def broken(self, where: Where, item: Item, write: Touch, other: Touch, form: str) -> bool:
+    def broken(self, where: Where, item: Item, pair: Pair, op: Collective | None) -> bool:
         """Returns True if two operands share bytes on a rank, and not in the form."""
-        to, of = (self.operand(where, item, touch) for touch in (write, other))
+        to, of = self.operand(where, item, pair.write), self.operand(where, item, pair.other)
         if to is None or of is None or not _meet(to, of):
             return False
-        if form == "same":
+        if pair.form == "same":
             return _layout(to) != _layout(of)
-        if form == "own":
-            assert isinstance(item.op, Collective)
-            whole, part = (to, of) if KINDS[item.op.kind].scales == "gather" else (of, to)
-            row = _own_row(where, item.op, whole[0].sizes[0])
+        if pair.form == "own" and op is not None:
+            whole, part = (to, of) if KINDS[op.kind].scales == "gather" else (of, to)
+            row = _own_row(where, op, whole[0].sizes[0])
             return not _begins_at(part, whole, row)
         return True
 
-    def finding(
-        self, item: Item, write: Touch, other: Touch, form: str, ranks: tuple[int, ...]
-    ) -> Finding:
+    def finding(self, item: Item, pair: Pair, rule: Rule, ranks: tuple[int, ...]) -> Finding:
         """The finding for an op: its fault, and how to fix it."""
-        program, op = self.source.program, item.op
-        to, of = (print_view(touch.spot.view, program) for touch in (write, other))
-        name = op.fn if isinstance(op, Call) else type(op).__name__.lower()
-        if isinstance(op, Collective):
-            name = op.kind
-        if other.write:
+        program, write = self.source.program, pair.write
+        to, of = (print_view(touch.spot.view, program) for touch in (write, pair.other))
+        if pair.other.write:
             says, fix = f"writes {to} and {of}", "write each to bytes of its own"
         else:
-            says, fix = f"reads {of} and writes {to}", _advice(op, form, of, to)
+            says = f"reads {of} and writes {to}"
+            fix = (
+                f"read from a copy of {of}, or write to a buffer that does not share bytes with it"
+                + _ADVICE[pair.form]
+                + (
+                    f", or name a backend that works in place: {rule.backends}"
+                    * bool(rule.backends)
+                )
+            )
         place = next(place for place in self.places if place.rank == ranks[0])
         low, high = self.regions.at(write.spot, place.where).exact.hull
         extent = at_hand(low), at_hand(high)
         ref = self.explain().ref(place, item, says, write.spot.buffer.name, extent)
-        share = "twice the same bytes" if write is other else "which share bytes"
-        message = f"{name} {says}, {share}{_WHY[form]}"
+        share = "twice the same bytes" if write is pair.other else "which share bytes"
+        message = f"{rule.name} {says}, {share}{_WHY[pair.form]}"
         return Finding("in-place", message, (ref,), fix, ranks=ranks)
-
-
-def _twice(op: Op | None) -> tuple[View, ...]:
-    """The views that a Call fills more than once."""
-    if not isinstance(op, Call):
-        return ()
-    groups = op.outs, views_in(tuple(op.facts.written(op.args, op.kwargs)))
-    return tuple(view for outs in groups for i, view in enumerate(outs) if view in outs[:i])
-
-
-_WHY = {
-    "": "",
-    "same": ", and are not one and the same view",
-    "own": ", and not as this rank's own part lies in the whole",
-}
-
-
-def _advice(op: Op | None, form: str, of: str, to: str) -> str:
-    """Advice on how to fix an op that reads `of` and writes `to`."""
-    apart = f"read from a copy of {of}, or write to a buffer that does not share bytes with it"
-    if form == "same":
-        return f"{apart}, or give it just the same view to read and to write"
-    if isinstance(op, Call) and op.fn.endswith(".out"):
-        return f"{apart}, or call `{op.fn.removesuffix('.out')}_` with mutates=True if it exists"
-    if not isinstance(op, Collective) or op.kind not in COLLECTIVES:
-        return apart
-    if form == "own":
-        part, whole = (of, to) if KINDS[op.kind].scales == "gather" else (to, of)
-        return f"{apart}, or let {part} be this rank's own part of {whole}"
-    backends = " or ".join(f'backend="{name}"' for name in COLLECTIVES[op.kind][1])
-    return f"{apart}, or name a backend that works in place: {backends}"
 
 
 def _own_row(where: Where, op: Collective, rows: Int) -> Int:
@@ -251,29 +250,24 @@ def _own_row(where: Where, op: Collective, rows: Int) -> Int:
     return rows // len(member.ranks) * member.index
 
 
-def _start(operand: Operand) -> Int:
-    """The first byte, from the start of the storage."""
-    box, base = operand
-    return base + box.hull[0]
+def _hull(operand: Operand) -> tuple[Int, Int]:
+    """The first byte, from the start of the storage, and the one behind the last."""
+    (low, high), base = operand[0].hull, operand[1]
+    return base + low, base + high
 
 
 def _meet(one: Operand, other: Operand) -> bool:
-    """Returns True if the two share a byte."""
+    """Returns True if the two share a byte: by box in one buffer, else by hull."""
     if one[1] == other[1]:
         return one[0].overlaps(other[0])
-    return _as_bytes(one).overlaps(_as_bytes(other))
-
-
-def _as_bytes(operand: Operand) -> Box:
-    box, item = operand[0], operand[0].dtype.itemsize
-    strides = tuple(stride * item for stride in box.strides)
-    return Box(_start(operand), (*box.sizes, item), (*strides, 1), DType.u8)
+    (low, high), (start, stop) = (_hull(operand) for operand in (one, other))
+    return low < stop and start < high
 
 
 def _layout(operand: Operand) -> tuple[object, ...]:
     """Start, element type, sizes and strides of an operand: equal for two that are one view."""
     box, dims = operand[0], zip(operand[0].sizes, operand[0].strides, strict=True)
-    return _start(operand), box.dtype, *((size, stride) for size, stride in dims if size != 1)
+    return _hull(operand)[0], box.dtype, *((size, stride) for size, stride in dims if size != 1)
 
 
 def _begins_at(part: Operand, whole: Operand, row: Int) -> bool:
@@ -283,5 +277,5 @@ def _begins_at(part: Operand, whole: Operand, row: Int) -> bool:
         part[0].contiguous
         and whole[0].contiguous
         and part[0].dtype == whole[0].dtype
-        and _start(part) == _start(whole) + row * width
+        and _hull(part)[0] == _hull(whole)[0] + row * width
     )

@@ -16,47 +16,40 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from interlace.ir.ops import KINDS, Alloc, Collective, Op, Recv, Send
+from interlace.ir.ops import KINDS, Recv, Send
 from interlace.ir.order import Queue, Slot, TeamKey
 from interlace.ir.sizes import Int
-from interlace.ir.types import TableEntry, contiguous_strides
-from interlace.ir.view import Box, Chunk
+from interlace.ir.types import contiguous_strides
+from interlace.ir.view import Box
 from interlace.verify.build import GraphBuilder
 from interlace.verify.graph import IssuedOp, RankPlace
 from interlace.verify.report import Finding, OpRef
-from interlace.verify.source import Version
+from interlace.verify.source import Item, Version
 
 if TYPE_CHECKING:
     from interlace.verify.explain import Explainer
 
 Difference = tuple[str, tuple[int, str], tuple[int, str]]
 """A fact that two members disagree on, and for each its number and its value."""
-PER_MEMBER = 16
-"""Steps that comparing what one member of a collective says counts as."""
 
 
-class Meeting(NamedTuple):
-    """The words for a disagreement of those who meet in an op."""
-
-    who: str
-    verb: str
-    fix: str
-
-
-MEETINGS: dict[type[Op], Meeting] = {
-    Collective: Meeting(
-        "its members",
-        "has",
-        "give both the same {}, or issue the collectives of the team in one order",
-    ),
-    Send: Meeting("its ends", "sends", "give both the same {}"),
-    Recv: Meeting("its ends", "receives", "give both the same {}"),
-    Alloc: Meeting(
-        "its ranks", "takes", "allocate the largest {} on every rank, and use a part of it"
-    ),
+FIXES = {
+    "members": "give both the same {}, or issue the collectives of the team in one order",
+    "ends": "give both the same {}",
+    "ranks": "allocate the largest {} on every rank, and use a part of it",
 }
+"""The fix for a disagreement of those who meet in an op."""
+
+
+def _met(item: Item) -> tuple[str, str]:
+    """Who meets in an op, and what each of them does there."""
+    if item.ordering.takes is not None:
+        return "ranks", "takes"
+    if item.ordering.messages:
+        return "ends", "sends" if item.ordering.messages[0].sends else "receives"
+    return "members", "has"
 
 
 def mismatches(builder: GraphBuilder, explain: Callable[[], Explainer]) -> list[Finding]:
@@ -79,8 +72,6 @@ class _Matcher:
         self.explain = explain
         self.regions = builder.regions
         self.findings: list[Finding] = []
-        self.alike: set[tuple[object, ...]] = set()
-        """Sets of members that were found to agree."""
 
     def report(self, message: str, fix: str, *ops: tuple[IssuedOp, str]) -> None:
         """A mismatch of ops, each with its role."""
@@ -91,20 +82,18 @@ class _Matcher:
     def differ(self, name: str, met: Sequence[IssuedOp], problem: Difference) -> None:
         """A mismatch of two who meet."""
         what, *sides = problem
-        rows = [MEETINGS[type(met[i].item.op)] for i, _ in sides]  # pyright: ignore[reportArgumentType]
-        roles = [f"{row.verb} {what} {side[1]}" for row, side in zip(rows, sides, strict=True)]
+        (who, _), *_ = rows = [_met(met[i].item) for i, _ in sides]
+        roles = [f"{verb} {what} {side[1]}" for (_, verb), side in zip(rows, sides, strict=True)]
         ops = [(met[i], role) for (i, _), role in zip(sides, roles, strict=True)]
-        message = f"{name}: {rows[0].who} disagree on the {what}"
-        self.report(message, rows[0].fix.format(what), *ops)
+        self.report(f"{name}: its {who} disagree on the {what}", FIXES[who].format(what), *ops)
 
     def ref(self, issue: IssuedOp, role: str) -> OpRef:
         return self.explain().ref(issue.place, issue.item, role)
 
     def box(self, issue: IssuedOp, side: str) -> Box | None:
-        """The box of `src` or `dst` of an op, on its rank."""
-        view = getattr(issue.item.op, side)
+        """The box of `src` or `dst` of a collective, on its rank."""
         for touch in issue.item.touches:
-            if view is not None and touch.spot.view == view and touch.write == (side == "dst"):
+            if touch.write == (side == "dst"):
                 return self.regions.at(touch.spot, issue.place.where).exact
         return None
 
@@ -122,15 +111,16 @@ class _Matcher:
 
     def facts(self, issue: IssuedOp) -> dict[str, object]:
         """The facts that all who meet must have in common; None: this member does not give it."""
-        op, where = issue.item.op, issue.place.where
-        if isinstance(op, Alloc):
+        item, where = issue.item, issue.place.where
+        if item.ordering.takes is not None:
             spot = issue.source.versions[issue.item.version].spot
             return {"size": f"{self.regions.at(spot, where).hi} bytes"}
-        if isinstance(op, Send | Recv):
-            box = self.box(issue, "src" if isinstance(op, Send) else "dst")
-            assert box is not None
-            return {"size": box.numel, "element type": box.dtype, "backend": f"{op.backend}"}
-        assert isinstance(op, Collective)
+        if isinstance(item.op, Send | Recv):
+            (touch,) = item.touches
+            box = self.regions.at(touch.spot, where).exact
+            return {"size": box.numel, "element type": box.dtype, "backend": f"{item.op.backend}"}
+        op = item.collective
+        assert op is not None
         src, dst = self.box(issue, "src"), self.box(issue, "dst")
         row, known = KINDS[op.kind], src or dst
         table = None if op.splits is None else where.table(op.splits).values
@@ -154,8 +144,8 @@ class _Matcher:
 
     def sizes(self, met: Sequence[IssuedOp], counts: Sequence[int]) -> Difference | None:
         """The first difference in size between what goes in and what comes out; None if none."""
-        op = met[0].item.op
-        assert isinstance(op, Collective)
+        op = met[0].item.collective
+        assert op is not None
         row = KINDS[op.kind]
         boxes = [(self.box(issue, "src"), self.box(issue, "dst")) for issue in met]
         all_in, all_out = (
@@ -192,52 +182,26 @@ class _Matcher:
             counts = {len(mine) for mine in issued.values()}
             for k in range(min(counts)):
                 met = [mine[k] for mine in issued.values()]
-                key = (*weights.values(), *map(self.identity, met))
-                if key in self.alike:
-                    continue
-                each = [*weights.values()]
-                if len(each) < len(ranks) and not all(map(_sized_alike, met)):
-                    self.regions.spend(PER_MEMBER * len(ranks))
-                    met = [builder.on(issued[builder.first(rank)][k], rank) for rank in ranks]
-                    each = [1] * len(met)
-                problem = self.differs(met, each)
+                problem = self.differs(met, [*weights.values()])
                 if problem is not None:  # what follows is the same fault
                     self.differ(f"collective {k + 1} of team {queue[0].name}", met, problem)
                     break
-                self.alike.add(key)
             else:
                 if len(counts) > 1:
                     self.missing(queue, issued)
 
-    def identity(self, at: IssuedOp) -> tuple[object, ...]:
-        """The facts of a collective on its rank: equal for two that agree with the same others."""
-        where, op, place = at.place.where, at.item.op, at.place
-        assert isinstance(op, Collective)
-        root = None if op.root is None else (where.index(op.root), at.item.is_root(where))
-        touches = at.item.touches
-        views = [(t.write, t.spot.key, self.regions.at(t.spot, where)) for t in touches]
-        return place.source, op.kind, op.reduce, op.splits, op.src is None, root, *views
-
     def missing(self, queue: Queue, issued: Mapping[int, Sequence[IssuedOp]]) -> None:
         """Some members issue more collectives than others."""
         least, most = _extremes(issued)
-        count, team = len(issued[least]), queue[0].name
+        count, (key, backend) = len(issued[least]), queue
+        team, on = key.name, "" if backend is None else f" on backend {backend}"
         message = (
-            f"rank {most} issues {_times(len(issued[most]), 'collective')} of team {team} in a "
+            f"rank {most} issues {_times(len(issued[most]), 'collective')} of team {team}{on} in a "
             f"run, rank {least} issues {count}"
         )
         fix = f"issue it on rank {least} too, or on no rank"
-        self.regions.spend(2 * len(self.meetings.queues))
-        for (other, backend), members in self.meetings.queues.items():
-            if other != queue[0] or backend == queue[1]:
-                continue
-            if len(members.get(least, ())) > len(members.get(most, ())):
-                message += (
-                    f", which issues more on {_backend(backend)} than on {_backend(queue[1])}"
-                )
-                fix = f"name the same backend on every rank of team {team}"
         for namesake, _ in self.meetings.queues:
-            if namesake.name == team and namesake != queue[0] and least in namesake.ranks:
+            if namesake.name == team and namesake != key and least in namesake.ranks:
                 message += f", where the ranks of {team} are {list(namesake.ranks)}"
                 fix = f"give team {team} the same ranks, in one order, in all Programs"
                 break
@@ -406,10 +370,6 @@ def _times(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def _backend(name: str | None) -> str:
-    return "the team's own backend" if name is None else f"backend {name}"
-
-
 def _cut_side(src: Box | None, dst: Box | None, rows: tuple[Int, ...]) -> str | None:
     """Which side of an uneven all-to-all holds the parts of all ranks, as the table cuts them; None
     where a rank's own part is the mean, so that both sides have as many rows."""
@@ -423,17 +383,3 @@ def _shape(box: Box | None, with_rows: bool) -> list[object] | None:
     if box is None:
         return None
     return [*(box.sizes[:1] if with_rows else ("*",)), *box.sizes[1:]]
-
-
-def _sized_alike(at: IssuedOp) -> bool:
-    """Returns True if a collective's facts are the same on all ranks that its own stands for: where
-    a rank chooses which chunk its views are, and no table how large that is. (Its root is the same
-    for all of them, or their team is not turned.)"""
-    return not any(
-        any(isinstance(value, TableEntry) for value in touch.spot.by_rank)
-        or any(
-            isinstance(step, Chunk) and isinstance(step.parts, str)
-            for step in touch.spot.view.steps
-        )
-        for touch in at.item.touches
-    )

@@ -27,9 +27,10 @@ from dataclasses import dataclass
 from math import inf, lcm, prod
 
 from interlace.errors import ProgramError
+from interlace.ir.overlap import compared_box
 from interlace.ir.sizes import Int, Size, greatest, least, never_above, number
 from interlace.ir.types import Buffer, RankIndex, Table, TableEntry, Where
-from interlace.ir.view import MAX_RUNS, AsStrided, Box, Chunk, View, byte_runs, runs, varying
+from interlace.ir.view import MAX_RUNS, Box, View, byte_runs, runs, varying
 
 FEW_RUNS = 1 << 12
 """Runs of boxes that are counted one by one where no rows fit, at most."""
@@ -236,11 +237,7 @@ class Regions:
     """All regions of one check."""
 
     def __init__(self) -> None:
-        self._keys: dict[object, int] = {}
-        self._spots: dict[
-            tuple[Table, ...],
-            dict[tuple[object, ...], tuple[int, tuple[RankIndex | TableEntry, ...]]],
-        ] = {}
+        self._spots: dict[object, tuple[int, tuple[RankIndex | TableEntry, ...]]] = {}
         self._found: dict[tuple[Int, ...], ByteRegion] = {}
         self._interned: dict[tuple[Box, Box], ByteRegion] = {}
         self._overlaps: dict[tuple[ByteRegion, ByteRegion], bool] = {}
@@ -263,24 +260,13 @@ class Regions:
             )
 
     def spot(self, view: View, buffer: Buffer, tables: tuple[Table, ...]) -> Spot:
-        """The view, ready to be resolved on any rank."""
-        geometry = (buffer.shape, buffer.strides, buffer.dtype, view.steps)
-        alike = self._spots.setdefault(tables, {})
-        found = alike.get(geometry)
-        if found is None:
-            found = alike[geometry] = self._new_spot(view, buffer, tables)
-        return Spot(view, buffer, *found)
-
-    def _new_spot(
-        self, view: View, buffer: Buffer, tables: tuple[Table, ...]
-    ) -> tuple[int, tuple[RankIndex | TableEntry, ...]]:
-        by_rank = varying(view, buffer)
-        named = any(isinstance(value, TableEntry) for value in by_rank) or any(
-            isinstance(step, Chunk) and isinstance(step.parts, str) for step in view.steps
-        )
-        identity = (buffer.shape, buffer.strides, buffer.dtype, view.steps, tables if named else ())
-        key = self._keys.setdefault(identity, len(self._keys))
-        return key, by_rank
+        """The view, ready to be resolved on any rank. The tables are those of a Program, which
+        lives as long as the check."""
+        geometry = (buffer.shape, buffer.strides, buffer.dtype, view.steps, id(tables))
+        known = self._spots.get(geometry)
+        if known is None:
+            known = self._spots[geometry] = len(self._spots), varying(view, buffer)
+        return Spot(view, buffer, *known)
 
     def at(self, spot: Spot, where: Where) -> ByteRegion:
         """The region of a spot on one rank."""
@@ -291,9 +277,9 @@ class Regions:
         return region
 
     def _resolve(self, spot: Spot, where: Where) -> ByteRegion:
-        exact = box = spot.view.box(spot.buffer, where)
-        if any(isinstance(step, AsStrided) for step in spot.view.steps) and exact.numel:
-            box = View(spot.buffer.name).box(spot.buffer, where)
+        exact = spot.view.box(spot.buffer, where)
+        compared = compared_box(spot.view, spot.buffer, where) if exact.numel else None
+        box = exact if compared is None or compared == exact else compared
         region = self._interned.get((box, exact))
         if region is None:
             lo, hi = box.hull

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from interlace.errors import SoundnessError
-from interlace.ir.ops import Op
+from interlace.ir.program import Program
 from interlace.ir.sizes import FIXED, SizeClass
+
+if TYPE_CHECKING:
+    from interlace.verify.fixes import Draft
 
 SCHEMA = 1
 """Version of the JSON that `Report.to_json` gives; it grows when a field changes its meaning."""
@@ -91,27 +94,6 @@ class OpRef:
 
 
 @dataclass(frozen=True, slots=True)
-class Edit:
-    """One change of one Program: an op is added, moved, replaced or removed.
-
-    `index` is the op that leaves its place (None: an op is added) and `op` what is written instead
-    (None: itself). It goes right after or right before the op `anchor`; without an anchor it goes
-    where `index` stood, and without `op` nowhere. Op `len(ops)` is the end of the Program. Edits
-    with the same anchor keep their order.
-    """
-
-    program: int
-    """The index of the Program in its set."""
-    op: Op | None = None
-    index: int | None = None
-    anchor: int | None = None
-    after: bool = False
-
-
-Fix = tuple[Edit, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Finding:
     """One fault: its kind, what happens, the ops that make it, and how to fix it."""
 
@@ -119,24 +101,26 @@ class Finding:
     message: str
     ops: tuple[OpRef, ...] = ()
     words: str = ""
-    """The fix where no edit of the Programs is known to be one."""
+    """The fix where no change of the Programs is known to be one."""
     level: str = "error"
     """`error`, or `remark` for what is odd and harmless."""
     ranks: tuple[int, ...] = ()
     """The ranks on which the same ops make the same fault."""
-    propose: Callable[[], Fix] | None = field(default=None, compare=False, repr=False)
-    """Builds the edits that may fix it, until the report is complete."""
-    proved: Callable[[], tuple[str, Fix]] | None = field(default=None, compare=False, repr=False)
-    """Proves these edits, the first time that it is called: the fix in words and as edits."""
+    propose: Callable[[], Draft | None] | None = field(default=None, compare=False, repr=False)
+    """Drafts a change that may fix it, until the report is complete."""
+    proved: Callable[[], tuple[str, tuple[Program, ...]]] | None = field(
+        default=None, compare=False, repr=False
+    )
+    """Proves that change, the first time that it is called: the fix in words, and its Programs."""
 
     @property
     def fix(self) -> str:
-        """The fix in words: edits after which a check found the fault gone, or else advice."""
+        """The fix in words: changes after which a check found the fault gone, or else advice."""
         return self.words if self.proved is None else self.proved()[0]
 
     @property
-    def edits(self) -> Fix:
-        """The edits that `fix` describes, for `fixes.apply`; none where it is advice."""
+    def fixed(self) -> tuple[Program, ...]:
+        """The Programs with the changes that `fix` describes; none where it is advice."""
         return () if self.proved is None else self.proved()[1]
 
     def to_json(self) -> dict[str, Any]:
@@ -146,7 +130,7 @@ class Finding:
             "level": self.level,
             "message": self.message,
             "fix": self.fix,
-            "fix_tried": bool(self.edits),
+            "fix_tried": bool(self.fixed),
             "ranks": list(self.ranks),
             "ops": [op.to_json() for op in self.ops],
         }

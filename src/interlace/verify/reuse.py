@@ -65,13 +65,14 @@ def _apart(program: Program, takes: dict[str, Take]) -> Program:
     count: dict[str, int] = defaultdict(int)
     ops = list(program.ops)
     for index, op in enumerate(ops):
-        if isinstance(op, Alloc) and op.buffer.kind == "symmetric":
-            slot = op.buffer.storage or op.buffer.name
+        buffer = op.ordering().takes
+        if buffer is not None and buffer.kind == "symmetric":
+            slot = buffer.storage or buffer.name
             take = slot, count[slot]
             count[slot] += 1
             storage = f"{slot}#{take[1]}"
             takes[storage] = take
-            ops[index] = replace(op, buffer=replace(op.buffer, storage=storage))
+            ops[index] = Alloc(buffer=replace(buffer, storage=storage), stream=op.stream)
     return program.replace(ops=tuple(ops))
 
 

@@ -1,20 +1,14 @@
 """Rows of FP8 that are multiplied by the scale of other rows.
 
-Packed rows carry their scale (Note [Packed rows] in float8/data.py), and a call that takes them in
-blocks takes one scale for each block: that of its first row. So a block has rows of one origin.
+Packed rows carry their scale, and a call that takes them in blocks takes one scale for each block
+(`ROW_SCALES` in ir/operators.py): that of its first row. So a block has rows of one origin.
 
     origin   what decided a scale: the maximum by which a call quantised the rows; that call itself,
              where its maximum is unknown; or the parameter in which the rows came
 
 Origins move with the bytes. A maximum that a collective reduced is one origin on all ranks. Bytes
-that a call rearranges in a way that is not known here have none, and no block of such is refused.
-
-    origins = Origins(sweep, given)
-    origins.write(place, touch, [(64, "a"), (64, "b")])    # 64 bytes of each, in the view's order
-    origins.read(place, touch)                              # the same, of any view of the buffer
-
-Nodes are walked in an order of the graph, as by the Sweep; where accesses race, what is read is
-chance.
+that an op rearranges in a way that is not known here have none, and no block of such is refused.
+Nodes are walked in an order of the graph, as by the Sweep.
 
 Note [What a message has]
     The source of an op that meets peers may be written again once the op has ended on its rank,
@@ -26,9 +20,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
-from interlace.ir.ops import KINDS, Call, Collective, Copy, Get, Put, Recv, Send
+from interlace.ir.operators import ROW_SCALES, RowScales, base_of
+from interlace.ir.ops import KINDS, Call, Op
 from interlace.ir.sizes import Int, Size, at_hand
 from interlace.ir.text.printer import print_view
 from interlace.ir.types import DType
@@ -42,75 +37,208 @@ from interlace.verify.sweep import Content, Sweep
 if TYPE_CHECKING:
     from interlace.verify.explain import Explainer
 
-T = TypeVar("T")
-Strip = Sequence[tuple[Int, T | None]]
-"""Bytes in the order of a view's elements: so many of each origin; None: of one that is unknown."""
-MOST = 1 << 12
+MOST = 1 << 9
 """A view of more separate runs of bytes is not followed."""
+FLOAT8 = (DType.f8e4m3, DType.f8e5m2)
+NO_ROWS = RowScales()
 
 
-class Origins(Generic[T]):
-    """The origins of all bytes; `given` is that of an input, by its content."""
+class Origin(NamedTuple):
+    """Source of a scale: equal for rows of one scale."""
 
-    def __init__(self, sweep: Sweep, given: Callable[[Content], T]) -> None:
-        self.sweep, self.given = sweep, given
-        self._labels: dict[Content, list[tuple[Int, Int, T]]] = {}
-        """The bytes from the first up to the second, of each buffer."""
+    key: object
+    by_row: bool = False
+    """Each row has a scale of its own."""
+
+
+Strip = Sequence[tuple[Int, Origin | None]]
+"""Bytes in the order of a view's elements: so many of each origin; None: of one that is unknown."""
+
+
+def scales(builder: GraphBuilder, sweep: Sweep, explain: Callable[[], Explainer]) -> list[Finding]:
+    """A finding of kind `scale` for each op that takes rows of several scales by one.
+
+    Where accesses race, what a block has is chance: there is no such finding then.
+    """
+    if sweep.faults or not takes_blocks({place.source: 0 for place in builder.places}):
+        return []
+    found: dict[tuple[LoweredProgram, Item], dict[int, tuple[RankPlace, str]]] = {}
+    for place, item, words in _Walk(builder, sweep).run():
+        found.setdefault((place.source, item), {})[place.rank] = place, words
+    findings: list[Finding] = []
+    for (_, item), by_rank in found.items():
+        place, words = by_rank[min(by_rank)]
+        fix = (
+            "let a block have the rows of one quantisation, or quantise all of them by one "
+            "maximum; 0 blocks are for rows that have a scale each"
+        )
+        ops = (explain().ref(place, item, words.partition(" ")[2]),)
+        findings.append(Finding("scale", words, ops, fix, ranks=tuple(sorted(by_rank))))
+    return findings
+
+
+def takes_blocks(sources: Iterable[LoweredProgram]) -> bool:
+    """Returns True if some call multiplies rows of FP8 in blocks."""
+    return any(
+        _rows_of(op).cut for source in sources for whole in source.program.ops for op in whole.steps
+    )
+
+
+class _Walk:
+    def __init__(self, builder: GraphBuilder, sweep: Sweep) -> None:
+        self.sweep = sweep
+        self.labels: dict[Content, Strip] = {}
+        """The origins of all bytes of each buffer."""
+        self.meets = {
+            (at.place, at.item): (queue, k, come)
+            for queue, k, come in builder.meetings.collectives()
+            for at in come.values()
+        }
+        self.sends: dict[Part, Part] = {
+            (one.recv.place, one.recv.item): (one.send.place, one.send.item)
+            for one in builder.meetings.deliveries()
+            if one.recv is not None and one.send is not None
+        }
+        self.given: dict[Part, Strip] = {}
+        """See Note [What a message has]. What gives no bytes may not be here."""
+
+    def run(self) -> Iterator[tuple[RankPlace, Item, str]]:
+        """Each call and rank that takes rows of several scales by one, with words for them."""
+        graph = self.sweep.graph
+        for node in graph.order:
+            if (part := graph.part[node]) is None:
+                continue
+            place, whole = part
+            ends = place.nodes[whole.place] == node
+            for item in whole.members if whole.is_group else (whole,):
+                touches = [touch for touch in item.touches if item.does(touch, place.where)]
+                if not ends:
+                    for touch in touches:
+                        if not touch.write:
+                            self.given[place, item] = self.read(place, touch)
+                    continue
+                if words := self.mixed(place, item):
+                    yield place, item, words
+                for touch in touches:
+                    if touch.write:
+                        self.write(place, touch, self.origins((place, item), touch))
 
     def box(self, place: RankPlace, touch: Touch) -> Box:
-        """The bytes that are touched."""
         return self.sweep.regions.at(touch.spot, place.where).exact
 
-    def read(self, place: RankPlace, touch: Touch, box: Box | None = None) -> Strip[T]:
+    def content(self, place: RankPlace, touch: Touch) -> Content:
+        life = self.sweep.life(place, touch.version)
+        content = self.sweep.content(life, place, touch)
+        if content not in self.labels:
+            is_input = life.version.buffer.kind == "input"
+            self.labels[content] = [(content.size, Origin(content) if is_input else None)]
+        return content
+
+    def read(self, place: RankPlace, touch: Touch, box: Box | None = None) -> Strip:
         """The origins of what is touched, or of a part of it."""
         box = self.box(place, touch) if box is None else box
+        labels = self.labels[self.content(place, touch)]
         spans = _spans(box)
         if spans is None:
             return [(box.nbytes, None)]
-        labels = sorted(self._labels[self._content(place, touch)], key=lambda label: label[0])
-        strip: list[tuple[Int, T | None]] = []
-        for at, end in spans:
-            for start, stop, origin in labels:
-                if stop <= at or start >= end:
-                    continue
-                if start > at:
-                    strip.append((start - at, None))
-                    at = start
-                reach = end if end <= stop else stop
-                strip.append((reach - at, origin))
-                at = reach
-            if at != end:
-                strip.append((end - at, None))
-        return strip
+        return [piece for start, end in spans for piece in _cut(labels, start, end - start)]
 
-    def write(self, place: RankPlace, touch: Touch, strip: Strip[T] | None) -> None:
+    def write(self, place: RankPlace, touch: Touch, strip: Strip | None) -> None:
         """Sets the origins of the bytes that are touched; None: bytes of unknown origin."""
-        content, box = self._content(place, touch), self.box(place, touch)
-        labels, spans, done = self._labels[content], _spans(box), 0
-        if spans is None:
-            spans, strip = [box.hull], None
-        for at, end in spans:
-            labels = [part for label in labels for part in _without(label, at, end)]
-            here = cut(strip, done, end - at) if strip and len(spans) > 1 else strip or ()
-            done += end - at
-            for length, origin in here:
-                if origin is not None:
-                    labels.append((at, at + length, origin))
-                at += length
-        self._labels[content] = labels
+        content, box, done = self.content(place, touch), self.box(place, touch), 0
+        spans = _spans(box)
+        for start, end in [box.hull] if spans is None else spans:
+            length, labels = end - start, self.labels[content]
+            known = strip is not None and spans is not None
+            here = _cut(strip, done, length) if strip and known else [(length, None)]
+            behind = _cut(labels, end, content.size - end)
+            self.labels[content] = [*_cut(labels, 0, start), *here, *behind]
+            done += length
 
-    def _content(self, place: RankPlace, touch: Touch) -> Content:
-        life = self.sweep.life(place, touch.version)
-        content = self.sweep.content(life, place, touch)
-        if content not in self._labels:
-            given = life.version.buffer.kind == "input"
-            self._labels[content] = [(0, content.size, self.given(content))] if given else []
-        return content
+    def origins(self, part: Part, touch: Touch) -> Strip | None:
+        """The origins of the bytes that an op writes; None: unknown."""
+        place, item = part
+        if part in self.meets:
+            return self.collected(part, touch)
+        if item.ordering.messages:
+            return self.given.get(self.sends[part]) if part in self.sends else None
+        if item.call is not None:
+            return self.called(part, item.call, touch)
+        (source,) = (one for one in item.touches if not one.write)
+        alike = self.box(place, source).dtype.itemsize == self.box(place, touch).dtype.itemsize
+        return self.read(place, source) if alike else None
+
+    def collected(self, part: Part, touch: Touch) -> Strip | None:
+        (place, item), (queue, k, come) = part, self.meets[part]
+        op, where, box = item.collective, place.where, self.box(place, touch)
+        assert op is not None
+        kind = KINDS[op.kind]
+        if kind.reduces:
+            whose = place.rank if kind.scales else None
+            return [(box.nbytes, Origin((queue, k, whose)))]
+        if op.splits is not None or kind.scales == "scatter":
+            return None
+        ranks = queue[0].ranks
+        given = [self.given.get((come[rank].place, come[rank].item), ()) for rank in ranks]
+        if op.root is not None and kind.scales != "gather":
+            return given[where.index(op.root)]
+        if op.kind == "all_to_all":
+            size = box.nbytes // len(ranks)
+            start = size * where.member(op.team).index
+            given = [_cut(one, start, size) for one in given]
+        return [piece for one in given for piece in one]
+
+    def called(self, part: Part, op: Call, touch: Touch) -> Strip | None:
+        (place, item), rows, origin = part, _rows_of(op), Origin(part)
+        reads = [one for one in item.touches if not one.write]
+        if rows.quantizes and isinstance(op.args[1], View):
+            most = _distinct(self.read(place, _touch(item, op.args[1])))
+            if None not in most:
+                keys = tuple([one.key for one in most if one is not None])
+                dtype = self.box(place, touch).dtype
+                origin = origin._replace(key=(keys, op.args[2:4], dtype))
+        elif rows.quantizes:
+            origin = origin._replace(by_row=True)
+        elif rows.moves and (base_of(op.fn) != "cat" or op.args[1:] in ((), (0,))):
+            return [piece for one in reads for piece in self.read(place, one)]
+        elif any(self.box(place, one).dtype in FLOAT8 for one in reads):
+            return None
+        return [(self.box(place, touch).nbytes, origin)]
+
+    def mixed(self, place: RankPlace, item: Item) -> str:
+        """Words for the first block of a call that has rows of several scales; empty: none has."""
+        op, rows = item.call, _rows_of(item.op)
+        count = op.args[2] if op is not None and rows.cut else 0
+        if op is None or not isinstance(count, int) or count < 1:
+            return ""
+        for each, number in [*((at, count) for at in rows.cut), *((at, 1) for at in rows.whole)]:
+            view = op.args[each]
+            if not isinstance(view, View):
+                continue
+            touch = _touch(item, view)
+            box = self.box(place, touch)
+            if each in rows.whole:
+                box = replace(box, sizes=box.sizes[::-1], strides=box.strides[::-1])
+            height = box.sizes[0] // number
+            for i in range(number):
+                start = box.offset + i * height * box.strides[0]
+                block = Box(start, (height, *box.sizes[1:]), box.strides, box.dtype)
+                found = [one for one in _distinct(self.read(place, touch, block)) if one]
+                by_row = bool(found) and found[0].by_row and height != 1
+                if len(found) > 1 or by_row:
+                    first, last = at_hand(i * height), at_hand((i + 1) * height) - 1
+                    text = print_view(view, place.source.program)
+                    return (
+                        f"{base_of(op.fn)} multiplies rows {first} to {last} of {text}, block {i} "
+                        f"of {number}, by the scale of row {first}, and "
+                        + ("each has its own" if by_row else "they have several")
+                    )
+        return ""
 
 
-def cut(strip: Strip[T], start: Int, length: Int) -> Strip[T]:
+def _cut(strip: Strip, start: Int, length: Int) -> Strip:
     """`length` bytes of a strip, from `start` on."""
-    found: list[tuple[Int, T | None]] = []
+    found: list[tuple[Int, Origin | None]] = []
     for size, origin in strip:
         if length == 0:
             break
@@ -123,17 +251,8 @@ def cut(strip: Strip[T], start: Int, length: Int) -> Strip[T]:
     return found
 
 
-def _without(label: tuple[Int, Int, T], lo: Int, hi: Int) -> list[tuple[Int, Int, T]]:
-    """The parts of a label that remain where the bytes from `lo` to `hi` are overwritten."""
-    start, stop, origin = label
-    if stop <= lo or hi <= start:
-        return [label]
-    left = [(start, lo, origin)] if start < lo else []
-    return [*left, (hi, stop, origin)] if hi < stop else left
-
-
 def _spans(box: Box) -> list[tuple[Int, Int]] | None:
-    """The runs of bytes that a view is, in the order of its elements."""
+    """The runs of bytes that a view is, in the order of its elements; None for too many."""
     if box.numel == 0:
         return []
     item = length = box.dtype.itemsize
@@ -149,240 +268,13 @@ def _spans(box: Box) -> list[tuple[Int, Int]] | None:
     return [(start, start + length) for start in starts]
 
 
-QUANTIZES = ("float8_rows", "float8_across", "float8_pair")
-"""Calls that make packed rows by the maximum that is their second argument; None: of each row."""
-BLOCKS: dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]] = {
-    "float8_mm": (2, (0,), (1,)),
-    "float8_turn": (2, (0, 1), ()),
-}
-"""Calls that take packed rows: the index of the argument that is the number of blocks, of those cut
-into so many, and of those, given transposed, with one scale. With 0 blocks each row has its own."""
-KEEPS_ORDER = ("clone", "contiguous", "alias", "view", "reshape", "_unsafe_view")
-FLOAT8 = (DType.f8e4m3, DType.f8e5m2)
-
-
-class Origin(NamedTuple):
-    """Source of a scale."""
-
-    key: object
-    """Equal for rows of one scale."""
-    part: Part | None
-    """The call that quantised, or made the maximum."""
-    given: str = ""
-    """Else the parameter, and whose it is."""
-    by_row: bool = False
-    """Each row has a scale of its own."""
-
-
-class ScaleBlock(NamedTuple):
-    """Rows that a call takes by one scale."""
-
-    view: View
-    rows: tuple[Int, Int]
-    number: int
-    of: int
-    """Number of blocks in the argument."""
-    origins: list[Origin]
-
-
-def scales(builder: GraphBuilder, sweep: Sweep, explain: Callable[[], Explainer]) -> list[Finding]:
-    """A finding of kind `scale` for each op that takes rows of several scales by one.
-
-    Where accesses race, what a block has is chance: there is no such finding then.
-    """
-    sources = {id(place.source): place.source for place in builder.places}.values()
-    if sweep.faults or not takes_blocks(sources):
-        return []
-    found: dict[tuple[int, int], dict[int, tuple[Part, ScaleBlock]]] = {}
-    for part, block in _Walk(builder, sweep).run():
-        place, item = part[0], part[1]
-        of_op = found.setdefault((place.source.number, item.place), {})
-        of_op.setdefault(place.rank, (part, block))
-    return [_finding(explain(), dict(sorted(by_rank.items()))) for by_rank in found.values()]
-
-
-def takes_blocks(sources: Iterable[LoweredProgram]) -> bool:
-    """Returns True if some call multiplies rows of FP8 in blocks."""
-    steps = (step for source in sources for op in source.program.ops for step in op.steps)
-    return any(isinstance(op, Call) and _name(op) in BLOCKS for op in steps)
-
-
-class _Walk:
-    def __init__(self, builder: GraphBuilder, sweep: Sweep) -> None:
-        self.graph, meetings = sweep.graph, builder.meetings
-        self.origins = Origins[Origin](sweep, _of_parameter)
-        self.meets = {
-            (at.place, at.item): (queue, k, come)
-            for queue, k, come in meetings.collectives()
-            for at in come.values()
-        }
-        self.sends: dict[Part, Part] = {
-            (one.recv.place, one.recv.item): (one.send.place, one.send.item)
-            for one in meetings.deliveries()
-            if one.recv is not None and one.send is not None
-        }
-        self.given: dict[Part, Strip[Origin]] = {}
-        """See     origins = Origins(sweep, given)
-    origins.write(place, touch, [(64, "a"), (64, "b")])    # 64 bytes of each, in the view's order
-    origins.read(place, touch)                              # the same, of any view of the buffer
-
-Nodes are walked in an order of the graph, as by the Sweep; where accesses race, what is read is
-chance.
-
-Note [What a message has]. What gives no bytes may not be here."""
-
-    def run(self) -> Iterator[tuple[Part, ScaleBlock]]:
-        """The first block of each call and rank that has several scales."""
-        for node in self.graph.order:
-            part = self.graph.part[node]
-            if part is None:
-                continue
-            place, item = part
-            ends = place.nodes[item.place] == node
-            for one in item.members if item.is_group else (item,):
-                if not ends:
-                    self.begin((place, one))
-                    continue
-                if isinstance(one.op, Call):
-                    block = next(self.mixed((place, one), one.op), None)
-                    if block is not None:
-                        yield (place, one), block
-                self.end((place, one))
-
-    def begin(self, part: Part) -> None:
-        place, item = part
-        if isinstance(item.op, Send | Collective):
-            for touch in item.touches:
-                if not touch.write and item.does(touch, place.where):
-                    self.given[part] = self.origins.read(place, touch)
-
-    def end(self, part: Part) -> None:
-        place, item = part
-        for touch in item.touches:
-            if touch.write and item.does(touch, place.where):
-                self.origins.write(place, touch, self.made(part, touch))
-
-    def made(self, part: Part, touch: Touch) -> Strip[Origin] | None:
-        """The origins of the bytes that an op writes; None: unknown."""
-        place, item = part
-        match item.op:
-            case Copy() | Put() | Get():
-                source = item.touches[0]
-                sizes = {self.origins.box(place, one).dtype.itemsize for one in item.touches}
-                return self.origins.read(place, source) if len(sizes) == 1 else None
-            case Recv():
-                return self.given.get(self.sends[part], ())
-            case Collective() as op:
-                return self.collected(part, op, touch)
-            case Call() as op:
-                return self.called(part, op, touch)
-            case _:
-                return None
-
-    def collected(self, part: Part, op: Collective, touch: Touch) -> Strip[Origin] | None:
-        place, (queue, k, come) = part[0], self.meets[part]
-        where, box, kind = place.where, self.origins.box(place, touch), KINDS[op.kind]
-        ranks, index = queue[0].ranks, where.member(op.team).index
-        if kind.reduces:
-            whose = place.rank if kind.scales else None
-            return [(box.nbytes, Origin((queue, k, whose), part))]
-        given = [self.given.get((come[r].place, come[r].item), ()) for r in ranks]
-        if op.root is not None and kind.scales != "gather":
-            root = given[where.index(op.root)]
-            if kind.scales != "scatter":
-                return root
-            row = box.nbytes // max(box.sizes[0], 1)
-            first = index * box.sizes[0]
-            if op.splits is not None:
-                first = where.table(op.splits).starts[index]
-            return cut(root, first * row, box.nbytes)
-        if op.kind == "all_to_all":
-            if op.splits is not None:
-                return None
-            size = box.nbytes // len(ranks)
-            given = [cut(one, index * size, size) for one in given]
-        return [piece for one in given for piece in one]
-
-    def called(self, part: Part, op: Call, touch: Touch) -> Strip[Origin] | None:
-        (place, item), box = part, self.origins.box(part[0], touch)
-        name, origin = _name(op), Origin(part, part)
-        reads = [one for one in item.touches if not one.write]
-        if name in QUANTIZES:
-            if not isinstance(op.args[1], View):
-                origin = origin._replace(by_row=True)
-            else:
-                most = _distinct(self.origins.read(place, _touch(item, op.args[1])))
-                if None not in most:
-                    keys = tuple([one.key for one in most if one is not None])
-                    origin = origin._replace(key=(keys, op.args[2:4], box.dtype))
-        elif name in KEEPS_ORDER or (name == "cat" and op.args[1:] in ((), (0,))):
-            return [piece for one in reads for piece in self.origins.read(place, one)]
-        elif any(self.origins.box(place, one).dtype in FLOAT8 for one in reads):
-            return None
-        return [(box.nbytes, origin)]
-
-    def mixed(self, part: Part, op: Call) -> Iterator[ScaleBlock]:
-        """The blocks that have rows of several scales."""
-        (place, item), (at, by_block, whole) = part, BLOCKS.get(_name(op), (0, (), ()))
-        blocks = op.args[at] if by_block else 0
-        if not isinstance(blocks, int) or blocks < 1:
-            return
-        for each in (*by_block, *whole):
-            view = op.args[each]
-            if not isinstance(view, View):
-                continue
-            touch = _touch(item, view)
-            box, count = self.origins.box(place, touch), blocks
-            if each in whole:
-                box, count = replace(box, sizes=box.sizes[::-1], strides=box.strides[::-1]), 1
-            height = box.sizes[0] // count
-            for i in range(count):
-                start = box.offset + i * height * box.strides[0]
-                rows = Box(start, (height, *box.sizes[1:]), box.strides, box.dtype)
-                found = [one for one in _distinct(self.origins.read(place, touch, rows)) if one]
-                if len(found) > 1 or (found and found[0].by_row and height != 1):
-                    yield ScaleBlock(view, (i * height, (i + 1) * height), i, count, found)
-
-
-def _finding(explainer: Explainer, by_rank: dict[int, tuple[Part, ScaleBlock]]) -> Finding:
-    """In the words of the first rank."""
-    (place, item), block = next(iter(by_rank.values()))
-    by_row = block.origins[0].by_row
-    assert isinstance(item.op, Call)
-    view = print_view(block.view, place.source.program)
-    first, behind = map(at_hand, block.rows)
-    rows = f"rows {first} to {behind - 1} of {view}, block {block.number} of {block.of},"
-    said: list[str] = []
-    ops = [explainer.ref(place, item, f"multiplies {rows} by the scale of row {first}")]
-    for origin in block.origins[: 1 if by_row else 2]:
-        if origin.part is None:
-            said.append(origin.given)
-            continue
-        place, call = origin.part[0], origin.part[1]
-        ops.append(explainer.ref(place, call, "decides the scale of some of them"))
-        said.append(f"rank {place.rank}, line {ops[-1].line}")
-    several = "each has a scale of its own" if by_row else "they have scales of several origins"
-    return Finding(
-        "scale",
-        f"{_name(item.op)} multiplies {rows} by one scale, and {several}: {' and '.join(said)}",
-        tuple(ops),
-        "let a block have the rows of one quantisation, or quantise all of them by one maximum; "
-        "0 blocks are for rows that have a scale each",
-        ranks=tuple(by_rank),
-    )
-
-
-def _of_parameter(content: Content) -> Origin:
-    return Origin((content.rank, content.name), None, f"{content.name} of rank {content.rank}")
-
-
-def _name(op: Call) -> str:
-    return op.fn.split(".")[1] if "." in op.fn else op.fn
+def _rows_of(op: Op | None) -> RowScales:
+    return ROW_SCALES.get(base_of(op.fn), NO_ROWS) if isinstance(op, Call) else NO_ROWS
 
 
 def _touch(item: Item, view: View) -> Touch:
     return next(one for one in item.touches if not one.write and one.spot.view == view)
 
 
-def _distinct(strip: Strip[Origin]) -> list[Origin | None]:
-    return list({None if one is None else one.key: one for _, one in strip}.values())
+def _distinct(strip: Strip) -> list[Origin | None]:
+    return list(dict.fromkeys(origin for _, origin in strip))

@@ -19,6 +19,7 @@ from interlace.ir.ops import (
     RNG,
     UNORDERED,
     Access,
+    Call,
     Collective,
     Fused,
     Group,
@@ -89,11 +90,17 @@ class Item:
     @property
     def is_fused(self) -> bool:
         """True if its members are the parts of a kernel."""
-        return isinstance(self.op, Fused)
+        return bool(self.members) and not self.ordering.messages
 
-    def position(self, member: Item) -> int:
-        """The number of a member, -1 for what is none."""
-        return self.members.index(member) if member in self.members else -1
+    @property
+    def call(self) -> Call | None:
+        """The op, if it is a Call."""
+        return self.op if isinstance(self.op, Call) else None
+
+    @property
+    def collective(self) -> Collective | None:
+        """The op, if it is a Collective."""
+        return self.op if isinstance(self.op, Collective) else None
 
     def does(self, touch: Touch, where: Where) -> bool:
         """Returns True if a rank makes this touch of the op: some only the root makes."""
@@ -101,8 +108,8 @@ class Item:
 
     def is_root(self, where: Where) -> bool:
         """Returns True if the rank is the root of this collective."""
-        op = self.op
-        assert isinstance(op, Collective)
+        op = self.collective
+        assert op is not None
         return op.root is not None and where.index(op.root) == where.member(op.team).index
 
 
@@ -168,16 +175,6 @@ class LoweredProgram:
     """The begin of the run, where parameters are registered: what their callers do before it."""
     sharing: dict[str, list[Version]]
     """Local buffers that share a storage, by storage."""
-    _uses: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-
-    def uses(self, version: int) -> list[int]:
-        """The ops that touch a buffer, in list order; all are found at the first question."""
-        if not self._uses:
-            for item in self.items:
-                touches = [touch for one in (item, *item.members) for touch in one.touches]
-                for touched in dict.fromkeys(touch.version for touch in touches):
-                    self._uses.setdefault(touched, []).append(item.index)
-        return self._uses.get(version, [])
 
 
 def lower(
@@ -249,22 +246,31 @@ class _Lowering:
 
     def item(self, index: int, op: Op) -> Item:
         item = Item(index, op, self.stream(op), place=index)
-        match op:
-            case Group():
-                item.members = tuple(
-                    Item(index, one, item.stream, self.touches(item, one)) for one in op.ops
-                )
-            case Fused():
-                item.members = tuple(
-                    self.member(index, member, number)
-                    for number, part in enumerate(op.parts)
-                    for member in part
-                )
-            case _:
-                self.bind(item)
-                for buffer in op.declares():
-                    item.version = self.declare(buffer, index)
-                item.touches = self.touches(item, op)
+        if isinstance(op, Group):
+            item.members = tuple(self.filled(Item(index, one, item.stream)) for one in op.ops)
+        elif isinstance(op, Fused):
+            item.members = tuple(
+                self.filled(Item(index, one, self.stream(op, part), place=self.new_place()))
+                for part, members in enumerate(op.parts)
+                for one in members
+            )
+        else:
+            self.filled(item)
+        return item
+
+    def filled(self, item: Item) -> Item:
+        """An op by itself, with the names that it uses and declares bound."""
+        assert item.op is not None
+        self.bind(item)
+        for buffer in item.op.declares():
+            item.version = self.declare(buffer, item.index)
+        kind = None if item.collective is None else KINDS[item.collective.kind]
+        root_reads = kind is not None and kind.reads == "root"
+        root_writes = kind is not None and kind.writes == "root"
+        item.touches = (
+            *(self.touch(item, False, access, root_reads) for access in item.op.reads()),
+            *(self.touch(item, True, access, root_writes) for access in item.op.writes()),
+        )
         return item
 
     def stream(self, op: Op, part: int = 0) -> int:
@@ -275,13 +281,6 @@ class _Lowering:
     def new_place(self) -> int:
         self.num_places += 1
         return self.num_places - 1
-
-    def member(self, index: int, op: Op, part: int) -> Item:
-        """A member of a Fused."""
-        item = Item(index, op, self.stream(op, part), place=self.new_place())
-        self.bind(item)
-        item.touches = self.touches(item, op)
-        return item
 
     def bind(self, item: Item) -> None:
         """Which Record a Wait sees, and which buffer a Free means."""
@@ -336,15 +335,6 @@ class _Lowering:
         self, kind: str, message: str, ops: list[tuple[Item, str, str]], fix: str, *lines: int
     ) -> None:
         self.flaws.append(Flaw(kind, message, tuple(ops), fix, lines))
-
-    def touches(self, item: Item, op: Op) -> tuple[Touch, ...]:
-        reads = writes = False
-        if isinstance(op, Collective):
-            kind = KINDS[op.kind]
-            reads, writes = kind.reads == "root", kind.writes == "root"
-        found = [self.touch(item, False, access, reads) for access in op.reads()]
-        found += [self.touch(item, True, access, writes) for access in op.writes()]
-        return tuple(found)
 
     def touch(self, item: Item, write: bool, access: Access, root_only: bool) -> Touch:
         version = self.version(item, access.view.buffer)

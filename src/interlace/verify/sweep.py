@@ -22,10 +22,9 @@ Note [Frontier]
 Note [Any order]
     Which of two unordered accesses comes first in the walk is chance, and the findings must not
     depend on it. What was dropped is covered by an access that conflicts with all that it
-    conflicted with, and meets all that it met: so whether something races for what a read meets is
-    the same in every order, though not which accesses are named. What a read finds written is the
-    same in every order only where nothing races for it; elsewhere nothing uninitialized is
-    reported.
+    conflicted with: so whether anything races in a memory is the same in every order, though not
+    which accesses are named. What a read finds written is the same in every order only where
+    nothing races; of a memory in which something does, nothing uninitialized is reported.
 
 Note [Registered parameters]
     Their memory is the caller's, the same in every run, and peers reach it. Before a run of its
@@ -37,16 +36,17 @@ Note [Registered parameters]
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from interlace.ir.order import Slot
 from interlace.ir.sizes import Int, greatest, never_above
-from interlace.ir.types import DType
+from interlace.ir.types import DType, Index
 from interlace.ir.view import Box
-from interlace.verify.graph import HappensBefore, RankPlace
+from interlace.verify.build import GraphBuilder
+from interlace.verify.graph import RankPlace
 from interlace.verify.regions import ByteRegion, Regions, covered
 from interlace.verify.report import MAX_FAULTS
 from interlace.verify.source import Item, Touch, Version
@@ -178,8 +178,6 @@ class Memory:
         return self.cells[bisect_right(self.bounds, lo) - 1 : bisect_left(self.bounds, hi)]
 
 
-Pair = tuple[ByteRegion, Content, ByteRegion, Content]
-"""Regions and contents of two accesses that race."""
 FEW, PER_WRITE = 8, 4
 """So many entries of a cell are not worth counting; of more, each counts as so many steps."""
 MAX_REPEATS = 256
@@ -214,16 +212,12 @@ class AccessFault(NamedTuple):
 class Sweep:
     """The walk. `faults` holds what it found, by the pair of ops that it is about."""
 
-    def __init__(
-        self, graph: HappensBefore, regions: Regions, slot: Callable[[RankPlace, int], Slot]
-    ) -> None:
-        self.graph = graph
-        self.regions = regions
-        self.slot = slot
+    def __init__(self, builder: GraphBuilder) -> None:
+        self.builder, self.graph, self.regions = builder, builder.graph, builder.regions
         self.faults: dict[tuple[object, ...], list[AccessFault]] = {}
-        self._races: dict[Memory, dict[Pair, tuple[ByteAccess, ByteAccess]]] = {}
-        """Accesses that race, by memory; of those that touch the same, the first."""
-        self._lives: dict[RankPlace, dict[int, BufferLife]] = {place: {} for place in graph.places}
+        self.raced: set[Memory] = set()
+        """The memories in which accesses race."""
+        self._lives = {place: dict[int, BufferLife]() for place in builder.places}
         self._arenas: dict[tuple[RankPlace, str], Memory] = {}
         self._copies: dict[tuple[bool, Slot, int, int], Content] = {}
 
@@ -269,10 +263,10 @@ class Sweep:
             take = place.takes.get(number, -1)
             alloc = place.nodes[version.alloc] if version.alloc >= 0 else -1
         if version.symmetric or version.registered:
-            slot = self.slot(place, number)
+            slot = self.builder.slot(place, number)
             content = self._copy(slot, take, rank, version, size)
             return BufferLife(version, content, 0, [], slot, take, alloc)
-        memory = self._memory(place, version)
+        memory = self._arena(place, version.storage) if version.shared else Memory()
         content = Content(buffer.name, size, memory, buffer.kind == "input", rank, {})
         return BufferLife(version, content, buffer.offset if version.shared else 0, [])
 
@@ -288,29 +282,29 @@ class Sweep:
 
     def content(self, life: BufferLife, place: RankPlace, touch: Touch) -> Content:
         """Whose bytes a touch means: the rank's own buffer in this run, or a peer's copy."""
-        where = place.where
         if touch.peer is None or touch.team is None or life.slot is None:
             return life.content
-        rank = where.peer(touch.team, touch.peer)
-        return self._copy(life.slot, life.take, rank, life.version, life.content.size)
+        owner, seen = self._seen(place, touch.team, touch.peer)
+        slot = self.builder.meetings.slot(seen.where, life.version.buffer)
+        return self._copy(slot, life.take, owner, life.version, life.content.size)
 
-    def _memory(self, place: RankPlace, version: Version) -> Memory:
-        """Where the bytes of a buffer are that no peer reaches."""
-        return self._arena(place, version.storage) if version.shared else Memory()
+    def _seen(self, place: RankPlace, team: str, peer: Index) -> tuple[int, RankPlace]:
+        """The rank that stands for a peer, and the one that this rank is as seen from there."""
+        target = place.where.peer(team, peer)
+        return self.builder.first(target), self.builder.everywhere[
+            self.builder.back(target, place.rank)
+        ]
 
     def _arena(self, place: RankPlace, storage: str) -> Memory:
+        """A storage that several buffers share, cut where they begin and end."""
         found = self._arenas.get((place, storage))
         if found is None:
-            found = self._arenas[place, storage] = Memory(self._bounds(place, storage))
+            bounds: set[int] = set()
+            for version in place.source.sharing[storage]:
+                stop = self.regions.at(version.spot, place.where).stop
+                bounds |= {version.buffer.offset, version.buffer.offset + stop}
+            found = self._arenas[place, storage] = Memory(sorted(bounds))
         return found
-
-    def _bounds(self, place: RankPlace, storage: str) -> list[int]:
-        """Where buffers of a storage begin and end."""
-        bounds: set[int] = set()
-        for version in place.source.sharing[storage]:
-            whole = self.regions.at(version.spot, place.where)
-            bounds |= {version.buffer.offset, version.buffer.offset + whole.stop}
-        return sorted(bounds)
 
     def _touch(self, node: int, place: RankPlace, item: Item, touch: Touch) -> None:
         where = place.where
@@ -320,13 +314,23 @@ class Sweep:
         if region.empty:
             return
         life = self.life(place, touch.version)
-        content = life.content if touch.peer is None else self.content(life, place, touch)
-        offset = life.offset
-        lo, hi = offset + region.start, offset + region.stop
+        content = self.content(life, place, touch)
+        lo, hi = self._hull(life, region)
         entry = ByteAccess(lo, hi, region, content, node, place, item, touch.write)
         if life.alloc >= 0 or life.version.free >= 0:
             self._check_life(life, entry)
-        self._compare(entry, offset, touch.contents)
+        if touch.peer is not None and touch.team is not None and life.slot is not None:
+            _, seen = self._seen(place, touch.team, touch.peer)
+            if seen is not place:  # compared where the peer's memory is, by who stands there
+                region = self.regions.at(touch.spot, seen.where)
+                at, lo, hi = self.graph.copy(node, seen.rank), region.start, region.stop
+                entry = ByteAccess(lo, hi, region, content, at, place, item, touch.write)
+        self._compare(entry, life.offset, touch.contents)
+
+    def _hull(self, life: BufferLife, region: ByteRegion) -> tuple[int, int]:
+        """The bytes from the start of the storage by which an access is compared with those through
+        other buffers."""
+        return life.offset + region.start, life.offset + region.stop
 
     def _compare(self, entry: ByteAccess, offset: int, contents: bool = True) -> None:
         """Compares an access with those of the same memory, and keeps it."""
@@ -357,7 +361,7 @@ class Sweep:
             free = self._whole(life, life.freed, place, life.version.free)
             self._fault("use-after-free" if late else "race", free, entry)
             if not late and life.version.shared:
-                self._mark(free, entry)
+                self.raced.add(entry.content.memory)
         elif life.version.free >= 0:
             life.uses.append(entry)
 
@@ -379,8 +383,8 @@ class Sweep:
         for entry in life.uses:
             if not self.graph.before(entry.node, node):
                 last[self.graph.chain[entry.node]] = entry
-                if life.version.shared:
-                    self._mark(entry, free)
+                if life.version.shared:  # the Free may stand for accesses that race with it
+                    self.raced.add(entry.content.memory)
         for entry in last.values():
             self._fault("race", entry, free)
         life.uses.clear()
@@ -430,32 +434,13 @@ class Sweep:
         # Unordered: a race, unless the boxes interleave. The Alloc and the Free of the buffer
         # itself are compared by `_check_life` and `_free`.
         lives = old.content is new.content and (old.free or new.free)
-        if not lives and self._meet(old, new, by_box(old, new)):
-            self._mark(old, new)
+        if not lives and self._meet(old, new):
+            self.raced.add(new.content.memory)
             self._fault("race", old, new)
         return False
 
-    def _mark(self, one: ByteAccess, other: ByteAccess) -> None:
-        """Keeps what is raced for.
-
-        A Free is kept with the uses that it races with where others share the storage: it may stand
-        for accesses that race with them.
-        """
-        pair = (one.region, one.content, other.region, other.content)
-        self._races.setdefault(one.content.memory, {}).setdefault(pair, (one, other))
-
-    def _meet(self, one: ByteAccess, other: ByteAccess, boxes: bool) -> bool:
+    def _meet(self, one: ByteAccess, other: ByteAccess) -> bool:
         """Returns True if two accesses of a memory meet, by their boxes or by their hulls."""
-        if boxes:
+        if by_box(one, other):
             return self.regions.overlap(one.region, other.region)
         return one.lo < other.hi and other.lo < one.hi
-
-    def raced_for(self, read: ByteAccess) -> bool:
-        """Returns True if accesses race that both meet this read; see Note [Any order]."""
-        memory = read.content.memory
-        races = self._races.get(memory, {})
-        self.regions.compare(2 * len(races))
-        return any(
-            all(self._meet(read, one, boxes=not memory.arena) for one in pair)
-            for pair in races.values()
-        )

@@ -29,12 +29,12 @@ Note [Turning views]
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
-from interlace.ir.ops import Collective, MessageEnd, SignalLevel
+from interlace.ir.ops import MessageEnd, SignalLevel
 from interlace.ir.program import Program
-from interlace.ir.sizes import Int
 from interlace.ir.symmetry import Actor, Map, Members, Turn, counted_from, standing, turns_of
 from interlace.ir.types import Buffer, Dim, Index, Others, RankIndex, TableEntry
 from interlace.ir.view import (
@@ -142,18 +142,15 @@ def _unlike(cuts: Sequence[DimensionCut], moving: Collection[str]) -> set[str]:
     return set()
 
 
-@dataclass(slots=True)
-class Axis:
+class Axis(NamedTuple):
     """One dimension of a view, in terms of its buffer's dimensions."""
 
     size: int
-    """Size of the axis; -1 where it is not a number."""
+    """-1 where it is not a number."""
     of: tuple[int, ...]
     """The buffer's dimensions that it runs over."""
     lead: int | None
     """The one of them whose chunks its chunks are; None: chunks of it are of none."""
-    unit: int = 1
-    """Elements of it for one of the leading dimension."""
 
 
 def _cuts_of(spot: Spot, program: Program) -> list[DimensionCut] | None:
@@ -166,90 +163,59 @@ def _cuts_of(spot: Spot, program: Program) -> list[DimensionCut] | None:
 def _cuts(view: View, buffer: Buffer, program: Program) -> list[DimensionCut] | None:
     """The cut of each dimension of a view's buffer; None where a chunk by rank is of none."""
     cuts = [DimensionCut() for _ in buffer.shape]
-    axes = [Axis(_number(size), (dim,), dim) for dim, size in enumerate(buffer.shape)]
-
-    def narrow(axis: Axis) -> None:
-        for dim in axis.of:
-            cuts[dim].narrowed = True
-
+    left = [_number(size) for size in buffer.shape]
+    """Size of each dimension within its levels."""
+    axes = [Axis(size, (dim,), dim) for dim, size in enumerate(left)]
     for step in view.steps:
         match step:
-            case Chunk(index=index, parts=parts, dim=dim):
-                axis, level = axes[dim], _level(index, parts, program)
-                size = axis.size // level[1] if level and axis.size >= 0 else -1
-                whole = axis.lead is not None and not any(cuts[at].narrowed for at in axis.of)
-                if level is None:
-                    if isinstance(index, RankIndex):
-                        return None
-                    narrow(axis)
-                elif not whole or (axis.unit > 1 and (size < 0 or size % axis.unit)):
+            case Chunk(index=RankIndex() as index, parts=parts, dim=dim):
+                level, (size, of, lead) = _level(index, parts, program), axes[dim]
+                if level is None or lead is None or any(cuts[at].narrowed for at in of):
                     return None
-                else:
-                    assert axis.lead is not None
-                    cuts[axis.lead].levels += (level,)
-                axes[dim] = replace(axis, size=size)
-            case Slice(dim=dim, start=start, stop=stop):
-                narrow(axes[dim])
-                ends = _number(start), _number(stop)
-                axes[dim] = replace(axes[dim], size=-1 if -1 in ends else ends[1] - ends[0])
-            case Select(dim=dim):
-                narrow(axes[dim])
-                del axes[dim]
+                if left[lead] >= 0 and left[lead] % level[1]:
+                    return None
+                cuts[lead].levels += (level,)
+                left[lead] = left[lead] // level[1] if left[lead] >= 0 else -1
+                axes[dim] = Axis(size // level[1] if size >= 0 else -1, of, lead)
+            case Chunk(dim=dim) | Slice(dim=dim) | Select(dim=dim):
+                for at in axes[dim].of:
+                    cuts[at].narrowed = True
+                axes[dim] = axes[dim]._replace(size=-1)
+                if isinstance(step, Select):
+                    del axes[dim]
             case Permute(dims=order):
                 axes = [axes[at] for at in order]
             case Reshape(sizes=sizes):
-                axes = _reshaped(axes, sizes)
+                axes = _reshaped(axes, [_number(size) for size in sizes])
             case Expand(sizes=sizes):
-                more = len(sizes) - len(axes)
-                new = [Axis(1, (), None) for _ in range(more)]
-                axes = [
-                    axis if size == -1 else replace(axis, size=_number(size))
-                    for axis, size in zip([*new, *axes], sizes, strict=True)
-                ]
+                every = tuple(dim for axis in axes for dim in axis.of)
+                axes = [Axis(-1, every, None) for _ in sizes]
             case Cast():
-                axes[-1:] = [replace(axis, size=-1) for axis in axes[-1:]]
+                axes[-1:] = [axis._replace(size=-1) for axis in axes[-1:]]
             case AsStrided():
                 return None
     return cuts
 
 
-def _reshaped(axes: Sequence[Axis], sizes: Sequence[Int]) -> list[Axis]:
-    """The axes after a view of other sizes: runs of old and new ones that hold as many elements
-    match. Of several new ones for an old one, the first has its chunks; the one new of several old
-    ones has those of the first. Where sizes are not known, nothing is."""
+def _reshaped(axes: Sequence[Axis], sizes: Sequence[int]) -> list[Axis]:
+    """The axes after a view of other sizes. A chunk of one that begins where an old one does is the
+    same part of what both run over. Where sizes are not known, nothing is."""
     every = tuple(dim for axis in axes for dim in axis.of)
-    asked = [size if isinstance(size, int) else None for size in sizes]
-    total = prod([axis.size for axis in axes])
-    known = prod([size for size in asked if size is not None and size != -1])
-    if None in asked or total < 1 or any(axis.size < 0 for axis in axes):
+    total, known = prod([axis.size for axis in axes]), prod([size for size in sizes if size != -1])
+    if sizes.count(-1) > 1 or known < 1 or total < 1 or any(axis.size < 0 for axis in axes):
         return [Axis(-1, every, None) for _ in sizes]
-    new = [total // known if size == -1 else size for size in asked if size is not None]
     found: list[Axis] = []
-    left = [axis for axis in axes if axis.size != 1]
-    ones = tuple(dim for axis in axes if axis.size == 1 for dim in axis.of)
-    at = 0
-    while at < len(new):
-        if new[at] == 1:
-            found.append(Axis(1, ones, None))
-            at += 1
-            continue
-        run, count, group, end = [left.pop(0)], new[at], [new[at]], at + 1
-        while prod([axis.size for axis in run]) != count:
-            if prod([axis.size for axis in run]) < count:
-                run.append(left.pop(0))
-            else:
-                group.append(new[end])
-                count *= new[end]
-                end += 1
-        of = tuple(dim for axis in run for dim in axis.of)
-        lead, unit = run[0].lead, run[0].unit * prod([axis.size for axis in run[1:]])
-        if len(run) > 1 and len(group) > 1:
-            lead = None
-        if len(group) > 1 and run[0].unit > 1:
-            lead = None
-        found.append(Axis(group[0], of, lead, unit if len(group) == 1 else 1))
-        found += [Axis(size, of, None) for size in group[1:]]
-        at = end
+    at = 1
+    for size in [total // known if size == -1 else size for size in sizes]:
+        of, lead, begin = list[int](), None, 1
+        for axis in axes:
+            if begin < at * size and at < begin * axis.size:
+                of += axis.of
+            if begin == at and axis.size > 1:
+                lead = axis.lead
+            begin *= axis.size
+        found.append(Axis(size, tuple(of), lead))
+        at *= size
     return found
 
 
@@ -395,9 +361,10 @@ def _told_apart(source: LoweredProgram) -> Iterator[str]:
                     yield entry.index.team
     for item in source.items:
         for one in (item, *item.members):
-            if isinstance(one.op, Collective) and one.op.root is not None:
-                yield one.op.team
-                yield from counted_from(one.op.root)
+            op = one.collective
+            if op is not None and op.root is not None:
+                yield op.team
+                yield from counted_from(op.root)
 
 
 def _ends(source: LoweredProgram) -> set[tuple[str, Index | Others]]:

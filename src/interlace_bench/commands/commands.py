@@ -6,7 +6,7 @@ $ interlace bench overlap --device cpu --preset tiny --dtype f32 --out /tmp/rows
 $ interlace bench interconnect --device cpu --most 1MiB
 $ interlace bench layer --device cpu --only eager,interlace
 $ interlace bench kernels --device cpu --only adam,host --out /tmp/rows
-$ interlace bench optimizer --device cpu --link 0.2 --check
+$ interlace bench optimizer --device cpu
 
 Alone, a command starts its ranks as processes and ends them all, whatever happens; under torchrun
 each process is a rank already, and rank 0 alone prints and writes. All benchmarks are rows of one
@@ -119,7 +119,7 @@ BENCHMARKS = (
     ),
     Benchmark(
         settings=of.OptimizerSettings,
-        module="optimizer.work",
+        module="optimizer",
         help="""Time training steps with Muon over data parallelism, LayerWise against others.
 
         The ways, in turn: overlap (LayerWise), overlap-nccl (by NCCL alone), its twins synchronous

@@ -212,7 +212,9 @@ def show(report: dict[str, Any]) -> None:
     for rank, told in enumerate(ranks):
         for name, item in told["compared"].items():
             if item["verdict"] == "differs":
-                say(f"rank {rank}, {name}: {_apart(item)}")
+                off = item["off"]
+                how = "what is no number" if off is None else f"{off:.2g} of the greatest element"
+                say(f"rank {rank}, {name}: off by {how}")
     runs = _count(report["runs"], "run")
     say(f"{_time(report)} (median of {runs}, {_range(report)}; slowest rank)")
     if against:
@@ -236,13 +238,6 @@ def _row(name: str, ranks: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _apart(item: dict[str, Any]) -> str:
-    if not item["at"] and item["off"] is None:
-        return f"{item['found']}, and {item['wanted']} was expected"
-    off = "" if item["off"] is None else f", {item['off']:.2g} of the greatest element apart"
-    return f"{item['found']} at {item['at']}, and {item['wanted']} was expected{off}"
 
 
 def _time(figures: dict[str, Any]) -> str:

@@ -31,8 +31,8 @@ from interlace_bench.race import (
     Variant,
     close,
     race,
+    race_hosts,
     run_race,
-    time_in_turn,
     worst,
 )
 from interlace_bench.ranks import Ranks
@@ -146,9 +146,9 @@ def time_case(
 
     def timer(ready: list[Racer]) -> None:
         if work.host:
-            time_in_turn(ranks, ready, seconds)
+            race_hosts(ranks, ready, seconds)
         else:
-            race(ranks, ready, seconds, launches=work.launches, ahead=work.ahead)
+            race(ranks, ready, seconds, launches=work.launches, ahead=int(work.ahead))
 
     def measure(racer: Racer) -> None:
         """Measures what a call allocates beyond what was there, of that what it returns, and what
@@ -159,10 +159,7 @@ def time_case(
         state = opened.state() if opened is not None else 0
         racer.figures.update(peak_bytes=most, kept_bytes=kept, state_bytes=state)
 
-    def doing(event: Row) -> None:
-        tell(event | {"event": "doing"})  # a case is a step
-
-    racers = run_race(ranks, variants, timer, doing, f"{case}: ", measure)
+    racers = run_race(ranks, variants, timer, tell, f"{case}: ", measure)
     rows = _rows(case, work, racers, ranks)
     close(racers.values())
     return rows

@@ -5,6 +5,7 @@ report = measure(KernelSettings(only="cross-entropy", seconds=30), print)
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 
@@ -18,7 +19,7 @@ from interlace_bench.kernels.grouped import grouped_cases
 from interlace_bench.kernels.host import host_cases, team_work
 from interlace_bench.kernels.losses import cross_entropy_cases, linear_cases
 from interlace_bench.kernels.muon import muon_cases
-from interlace_bench.race import free
+from interlace_bench.race import run_cases
 from interlace_bench.ranks import Alone, pick_device, start
 from interlace_bench.rows import Row, facts
 from interlace_bench.settings import KERNELS, KernelSettings
@@ -54,28 +55,21 @@ def measure(settings: KernelSettings, tell: Tell) -> Report:
     device = torch.device(pick_device(settings.device))
     torch.manual_seed(0)
     ranks, common = Alone(device), facts(device.type, settings.commit)
-    cases = cases_of(settings, device)
-    rows: list[Row] = []
-    skipped: list[str] = []
 
-    def note(found: list[Row]) -> None:
-        rows.extend(found)
-        tell({"event": "rows", "rows": found})
-
-    for index, case in enumerate(cases):
-        tell({"event": "step", "doing": str(case)})
-        left = settings.seconds - (time.monotonic() - begun)
-        if left <= 0:
-            skipped.append(str(case))
-            continue
-        share = min(MOST_S, left / (len(cases) - index))
-        note([{**row, **common} for row in time_case(case, ranks, share, tell)])
+    def timed(case: KernelCase, share: float) -> list[Row]:
+        found = [row | common for row in time_case(case, ranks, share, tell)]
         torch.compiler.reset()
-        free(ranks)
+        return found
+
+    def team(share: float) -> list[Row]:
+        return start(team_work, settings, device.type, 2, tell)["rows"]
+
+    cases = {str(case): functools.partial(timed, case) for case in cases_of(settings, device)}
+    rows, skipped = run_cases(ranks, cases, settings.seconds, tell, MOST_S)
     if "host" in settings.names and (not ranks.cuda or torch.cuda.device_count() > 1):
-        if settings.seconds - (time.monotonic() - begun) > TEAM_S:
-            note(start(team_work, settings, device.type, 2, tell)["rows"])
-        else:
-            skipped.append("host Executor.run of a team of 2")
+        left = settings.seconds - (time.monotonic() - begun)
+        name = "host Executor.run of a team of 2"
+        found, late = run_cases(ranks, {name: team}, left, tell, kept_s=TEAM_S)
+        rows, skipped = rows + found, skipped + late
     said = f", Triton {common['triton'] or 'absent'}"
     return {"rows": rows, "skipped": skipped, "facts": common, "headline": said}

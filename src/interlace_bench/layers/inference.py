@@ -11,8 +11,8 @@ turns on the same weights, each checked against eager DTensor before it is timed
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,17 +30,13 @@ from interlace.demo.train import registered
 from interlace.errors import OptionError
 from interlace.frontend.compile import Compiled
 from interlace.launch import Tell
-from interlace_bench.layers.models import (
-    LayerDims,
-    default_dtype,
-    parallelized,
-)
+from interlace_bench.layers.models import LayerDims, parallelized
 from interlace_bench.race import (
     Opened,
     Variant,
     close,
-    free,
     race,
+    run_cases,
     run_race,
     time_device,
     worst,
@@ -106,9 +102,9 @@ def make(step: str, sizes: StepSizes, mesh: DeviceMesh, ranks: Ranks) -> nn.Modu
             whole = parallelized(sizes.dims, 1, sizes.prefill, dtype, mesh)
             return whole.requires_grad_(False)
         torch.manual_seed(0)
-        with default_dtype(dtype):
-            layer = Block(sizes.dims)
-            layer.attention = CachedAttention(sizes, ranks.size)
+        layer = Block(sizes.dims)
+        layer.attention = CachedAttention(sizes, ranks.size)
+    layer.to(dtype)
     parallelize_module(layer, mesh, block_plan(Replicate()))
     return layer.requires_grad_(False)
 
@@ -148,18 +144,16 @@ def work(settings: LayerSettings, ranks: Ranks, tell: Tell) -> Row | None:
         raise OptionError(f"{sizes.dims.heads} heads do not divide over {ranks.size} ranks")
     mesh = DeviceMesh(ranks.device.type, list(range(ranks.size)), mesh_dim_names=("tp",))
     common = {"world": ranks.size, **facts(ranks.device.type, settings.commit)}
-    rows: list[Row] = []
-    begun = time.monotonic()
-    for number, step in enumerate(("prefill", "decode")):
-        left = settings.seconds - max(ranks.maximum([time.monotonic() - begun]))
+
+    def measure(step: str, share: float) -> list[Row]:
         with torch.no_grad():
-            found = _step(step, settings, sizes, mesh, ranks, left / (2 - number), tell)
+            found = _step(step, settings, sizes, mesh, ranks, share, tell)
         torch.compiler.reset()  # with it go graphs that hold collectives: NCCL would wait for them
-        free(ranks)
-        found = [row | common for row in found]
-        tell({"event": "rows", "rows": found})
-        rows += found
-    return None if ranks.me else {"rows": rows, "facts": common}
+        return [row | common for row in found]
+
+    steps = {step: functools.partial(measure, step) for step in ("prefill", "decode")}
+    rows, skipped = run_cases(ranks, steps, settings.seconds, tell)
+    return None if ranks.me else {"rows": rows, "skipped": skipped, "facts": common}
 
 
 def _step(

@@ -14,8 +14,7 @@ computes the same on one rank.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,8 +197,7 @@ def parallelized(
     """Layers of DTensors on a mesh of one axis, with the same weights on every call."""
     torch.manual_seed(0)
     table = rotary_table(sequence, dims.dim // dims.heads).to(dtype)
-    with default_dtype(dtype):
-        module = Layers(dims, count, table, 1, Plain())
+    module = Layers(dims, count, table, 1, Plain()).to(dtype)
     for layer in module.layers:
         parallelize_module(layer, mesh, block_plan(Shard(1)))
     return module
@@ -220,14 +218,3 @@ def on_shards(
     module.load_state_dict(weights, assign=True)
     module.table = layers.table
     return module
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Makes a dtype the default, which modules give their parameters, for a block."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -86,7 +86,7 @@ def check_graph(
     trace = walk(graph, None if current is None else frozenset(current))
     both = order == "auto" and trace.has_control_deps
     orders = [False, True] if both else [order == "any"]
-    found = list(plain_findings(trace, True in orders, results == "joined"))
+    found = list(plain_findings(trace, results == "joined"))
     for any_order in orders:
         program = to_program(trace, any_order, inputs == "ready", results == "joined")
         explainer = GraphExplainer(trace, program, any_order)

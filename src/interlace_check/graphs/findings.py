@@ -3,7 +3,7 @@ no verifier.
 
 explainer = GraphExplainer(trace, program, any_order=False)
 [explainer.finding(found) for found in report.errors]
-list(plain_findings(trace, any_order=False, joined=True))
+list(plain_findings(trace, joined=True))
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ KINDS: dict[str, str] = {
     "freed-early": "a tensor's memory may be used again while another stream still touches it",
     "early-wait": "a wait for an event that the graph records only later: it orders nothing",
     "outside-event": "a wait for an event that the graph does not record (a remark)",
-    "unanchored": "a stream op that no data goes through: a scheduler may move it (a remark)",
     "current-stream": "an index that was taken for the caller's stream (a remark)",
 }
 """The kinds of finding in a graph, and what each means."""
@@ -190,7 +189,7 @@ def stream_words(stream: str) -> str:
 # Without the verifier: waits for what comes later, results never waited for
 
 
-def plain_findings(trace: Trace, any_order: bool, joined: bool) -> Iterator[Finding]:
+def plain_findings(trace: Trace, joined: bool) -> Iterator[Finding]:
     """The findings of one graph that need no order of its nodes but the one listed."""
     for wait, record in trace.early:
         message = (
@@ -213,15 +212,6 @@ def plain_findings(trace: Trace, any_order: bool, joined: bool) -> Iterator[Find
         )
         fix = "say which indices are the caller's stream: current=(0, ...)"
         yield Finding("current-stream", message, (), fix, "remark")
-    if trace.bare_syncs and not any_order:
-        place = trace.bare_syncs[0]
-        more = f" (and {len(trace.bare_syncs) - 1} more)" if len(trace.bare_syncs) > 1 else ""
-        message = (
-            f"no data goes through {place.name}{more}: it is right where nodes run as listed, "
-            f"and a scheduler such as Inductor's may move it; order='any' checks that"
-        )
-        op = at_place(place, "orders by its place alone")
-        yield _remark("unanchored", message, op)
 
 
 def _never_waited(trace: Trace, joined: bool) -> list[Finding]:

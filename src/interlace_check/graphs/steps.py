@@ -77,5 +77,3 @@ class Trace:
     assumed: str | None = None
     """An index that was taken for the caller's stream, since nothing says which one is."""
     has_control_deps: bool = False
-    bare_syncs: list[Place] = field(default_factory=list[Place])
-    """Stream ops that hang on no data."""

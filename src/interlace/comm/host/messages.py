@@ -1,8 +1,9 @@
 """Send and Recv: a rendezvous of two ranks, alone or in a Group whose members block no other.
 
-The sides meet in the backend itself, gloo or UCC; `peer` has none, and messages go by gloo. A side
-that leaves a message because of a failure cuts gloo's connections, so that none of its peers stays
-behind: they find the failure in the control block, and `reset()` makes new connections.
+The sides meet in gloo, whatever moves the bytes of collectives on the CPU: of a message that nobody
+takes, gloo alone can be told that nobody waits any longer. A side that leaves a message because of
+a failure cuts gloo's connections, so that none of its peers stays behind: they find the failure in
+the control block, and `reset()` makes new connections.
 
     exchange([Transfer(..., sends=True), Transfer(..., sends=False)], [a, b], wait)      # a Group
 """
@@ -10,14 +11,16 @@ behind: they find the failure in the control block, and `reset()` makes new conn
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from queue import SimpleQueue
+from typing import Protocol
 
 import torch
 
-from interlace.comm.backends import MARGIN_S, cut
+from interlace.comm.backends import MARGIN_S, Backend, cut
 from interlace.comm.collectives import as_bytes
 from interlace.comm.host.signals import BoundedWait, leave
 from interlace.comm.rendezvous.patience import Errand
@@ -27,17 +30,24 @@ LOOK_S = 0.05
 """Time for a transfer that has ended to say so, when a wait for several is over."""
 
 
+class Started(Protocol):
+    """A transfer under way, such as a Work of torch."""
+
+    def wait(self, timeout: timedelta, /) -> object:
+        """Returns at its end; raises RuntimeError after the time-out."""
+
+
 class Transfer:
-    """One side of a message by a torch.distributed backend, in which both sides meet."""
+    """One side of a message."""
 
     def __init__(
-        self, team: TeamComm, peer: int, sends: bool, backend: Any = None, nth: int = 0
+        self, team: TeamComm, peer: int, sends: bool, carrier: Backend | Mailbox, nth: int
     ) -> None:
         self.team, self.peer, self.sends = team, peer, sends
-        self.backend, self._tag = backend, nth
-        self.works: list[Any] = []
-        """Works that were started in the backend for this run."""
-        self._ended: list[Any] = []
+        self.carrier, self._tag = carrier, nth
+        self.works: list[Started] = []
+        """Transfers that were started in this run."""
+        self._ended: list[Started] = []
         """Works that have ended. One thread at a time waits, for gloo tells an end once."""
         self._turn = threading.Lock()
 
@@ -46,12 +56,8 @@ class Transfer:
         interrupt comes: a Work that is lost has no end."""
         self.works, self._ended, self._turn = [], [], threading.Lock()
         if tensor.numel():
-            start = self.backend.send if self.sends else self.backend.recv
+            start = self.carrier.send if self.sends else self.carrier.recv
             self.works.extend(map(start, [[as_bytes(tensor)]], [self.peer], [self._tag]))
-
-    def try_move(self, tensor: torch.Tensor) -> bool:
-        """Returns True once this side has done what it does before the transfer's end."""
-        return True
 
     def ending(self, limit: timedelta) -> Callable[[], None]:
         """Returns a function that waits, in a thread, for the end of the started works."""
@@ -66,44 +72,38 @@ class Transfer:
         return wait
 
 
-@dataclass(slots=True)
+class Mailbox:
+    """Messages of a rank to itself, for which gloo has no connection; kept until they are taken."""
+
+    def __init__(self) -> None:
+        self._kept = defaultdict[int, SimpleQueue[torch.Tensor]](SimpleQueue)
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> Started:
+        self._kept[tag].put(tensors[0].clone())
+        return OwnMessage(lambda _: None)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> Started:
+        return OwnMessage(lambda limit: tensors[0].copy_(self._kept[tag].get(timeout=limit)))
+
+
+@dataclass(frozen=True, slots=True)
 class OwnMessage:
-    """A message of a rank to itself: the tensor, and the runs in which the sides came to it."""
+    """One side of a message in a Mailbox."""
 
-    tensor: torch.Tensor | None = None
-    sent: int = 0
-    taken: int = 0
+    end: Callable[[float], object]
 
-
-class OwnTransfer(Transfer):
-    """One side of a message of a rank to itself, for which gloo has no connection."""
-
-    def __init__(self, team: TeamComm, peer: int, sends: bool, message: OwnMessage) -> None:
-        super().__init__(team, peer, sends)
-        self._message = message
-
-    def begin(self, tensor: torch.Tensor) -> None:
-        if self.sends:
-            self._message.tensor = tensor
-            self._message.sent = self.team.control.run
-
-    def try_move(self, tensor: torch.Tensor) -> bool:
-        """The receiver takes the message if it is there; the sender looks whether it was taken."""
-        message, run = self._message, self.team.control.run
-        if self.sends:
-            return message.taken == run
-        if message.sent != run or message.tensor is None:
-            return False
-        tensor.copy_(message.tensor.view(tensor.shape))
-        message.tensor, message.taken = None, run
-        return True
+    def wait(self, timeout: timedelta, /) -> None:
+        self.end(timeout.total_seconds())
 
 
 def exchange(parts: Sequence[Transfer], tensors: Sequence[torch.Tensor], wait: BoundedWait) -> None:
     """Carries out Sends and Recvs together: each moves as soon as its peer is there."""
     packed = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
     try:
-        _move(parts, packed, wait)
+        for part in parts:
+            part.team.control.meet(part.peer, wait)
+        for part, pack in zip(parts, packed, strict=True):
+            part.begin(pack)
         _end(parts, wait)
     except BaseException:
         _leave(parts)
@@ -111,23 +111,6 @@ def exchange(parts: Sequence[Transfer], tensors: Sequence[torch.Tensor], wait: B
     for part, tensor, pack in zip(parts, tensors, packed, strict=True):
         if pack is not tensor and not part.sends:
             tensor.copy_(pack)
-
-
-def _move(parts: Sequence[Transfer], tensors: Sequence[torch.Tensor], wait: BoundedWait) -> None:
-    for part in parts:
-        part.team.control.meet(part.peer, wait)
-    for part, tensor in zip(parts, tensors, strict=True):
-        part.begin(tensor)
-    waiting = list(zip(parts, tensors, strict=True))
-
-    def moved() -> bool:
-        waiting[:] = [(part, tensor) for part, tensor in waiting if not part.try_move(tensor)]
-        return not waiting
-
-    def missing() -> str:
-        return "\n".join(part.team.control.where([part.peer]) for part, _ in waiting)
-
-    wait.until(moved, missing)
 
 
 def _end(parts: Sequence[Transfer], wait: BoundedWait) -> None:
@@ -144,7 +127,7 @@ def _end(parts: Sequence[Transfer], wait: BoundedWait) -> None:
     wait.result_of(_ends(parts, wait.timeout_s), missing)
 
 
-def _ends(parts: Sequence[Transfer], timeout_s: float) -> Errand:
+def _ends(parts: Sequence[Transfer], timeout_s: float) -> Errand[list[None]]:
     limit = timedelta(seconds=timeout_s + MARGIN_S)
     waits = [part.ending(limit) for part in parts]
     return Errand(lambda: [wait() for wait in waits])
@@ -152,12 +135,13 @@ def _ends(parts: Sequence[Transfer], timeout_s: float) -> Errand:
 
 def _leave(parts: Sequence[Transfer]) -> None:
     """After a failure: the transfers end soon, as their other sides are there, or are cut off."""
-    if any(part.works for part in parts):
+    begun = [part for part in parts if part.works]
+    if begun:
         call = _ends(parts, 0.0)
-        leave(lambda: call.is_back(0.0), lambda: _cut(parts))
+        leave(lambda: call.is_back(0.0), lambda: _cut(begun))
 
 
 def _cut(parts: Sequence[Transfer]) -> None:
     for part in parts:
-        if part.works:
-            cut(part.backend)
+        if not isinstance(part.carrier, Mailbox):
+            cut(part.carrier)

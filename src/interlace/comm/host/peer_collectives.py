@@ -39,37 +39,29 @@ def bind_peer_collective(space: Workspace, spec: Spec, number: int) -> Run:
     if spec.reduce is not None:
         check_reduction(spec.reduce, spec.dtype)
     nbytes, team = staged_nbytes(spec), space.team
-    everyone = range(spec.size)
 
-    def staged(member: int, elements: int) -> torch.Tensor:
-        return space.stages[member][: elements * spec.dtype.itemsize].view(spec.dtype)
-
-    def part_of(member: int) -> torch.Tensor:
+    def staged(member: int) -> torch.Tensor:
+        """The part of a member's staging area that this rank takes."""
         parts = (spec.parts[member],) * spec.size if spec.merges else spec.parts
-        return split(staged(member, sum(parts)), parts)[spec.me]
+        elements = parts[member] if spec.kind in ("all_gather", "gather") else sum(parts)
+        area = space.stages[member][: elements * spec.dtype.itemsize].view(spec.dtype)
+        if spec.kind in ("scatter", "reduce_scatter", "all_to_all"):
+            return split(area, parts)[spec.me]
+        return area
 
     def read(dst: torch.Tensor) -> None:
         """This rank's result, from everyone's staging areas."""
         into = dst.reshape(-1)
-        match spec.kind:
-            case "all_gather" | "gather":
-                for member, place in zip(everyone, split(into, spec.parts), strict=True):
-                    place.copy_(staged(member, spec.parts[member]))
-            case "broadcast":
-                into.copy_(staged(spec.root, sum(spec.parts)))
-            case "scatter":
-                into.copy_(part_of(spec.root))
-            case "all_to_all":
-                alike = (spec.parts[spec.me],) * spec.size
-                taken = split(into, spec.parts if spec.merges else alike)
-                for member, place in zip(everyone, taken, strict=True):
-                    place.copy_(part_of(member))
-            case "reduce_scatter":
-                parts = [part_of(member) for member in everyone]
-                reduce_into(into, parts, spec.reduce or "sum")
-            case _:
-                parts = [staged(member, sum(spec.parts)) for member in everyone]
-                reduce_into(into, parts, spec.reduce or "sum")
+        if spec.kind in ("broadcast", "scatter"):
+            into.copy_(staged(spec.root))
+            return
+        taken = [staged(member) for member in range(spec.size)]
+        if spec.kind in ("all_gather", "gather", "all_to_all"):
+            places = into.split([part.numel() for part in taken])
+            for place, part in zip(places, taken, strict=True):
+                place.copy_(part)
+        else:
+            reduce_into(into, taken, spec.reduce or "sum")
 
     rooted = spec.kind in ("gather", "reduce") and spec.me != spec.root
     wants = spec.kind != "barrier" and not rooted

@@ -23,12 +23,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
+
+import torch.distributed as dist
 
 from interlace.comm.rendezvous.patience import LONGER, Errand, Patience
 from interlace.errors import CommTimeoutError
 from interlace.ir import VALUE_BITS
 
+T = TypeVar("T")
 SPINS = 50
 LONGEST_SLEEP_S = 0.001
 CHECK_EVERY_S = 0.005
@@ -104,13 +107,13 @@ class BoundedWait:
             now = time.monotonic()
         return fence()
 
-    def result_of(self, call: Errand, missing: Callable[[], str]) -> Any:
+    def result_of(self, call: Errand[T], missing: Callable[[], str]) -> T:
         """The result of a call once it is back. To be woken costs less than to look, and spins
         would put the first check off."""
         self.until(lambda: call.is_back(CHECK_EVERY_S), missing, spins=1)
         return call.result()
 
-    def finish(self, work: Any) -> None:
+    def finish(self, work: dist.Work) -> None:
         """Waits for a torch `Work`, in slices, so that a peer's failure ends the wait early."""
         patience = Patience(self.timeout_s)
         try:

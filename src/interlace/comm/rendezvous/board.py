@@ -39,13 +39,15 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
 
 from interlace.comm.rendezvous.liveness import (
+    Note,
     PeerProcess,
     disconnected,
     identity,
-    is_agents,
     lost_store,
     moment,
     precedes,
@@ -60,11 +62,12 @@ from interlace.errors import (
     PeerError,
     SharedMemoryError,
 )
+from interlace.torch_private import uses_agents_store
 
 if TYPE_CHECKING:
     from interlace.comm.teams import TeamComm
 
-Note = dict[str, Any]
+T = TypeVar("T")
 
 _ERRORS = {e.__name__: e for e in (SharedMemoryError, BackendError, AgreementError, PeerError)}
 STORE_S = 300.0
@@ -83,7 +86,7 @@ class Board:
 
     def __init__(
         self,
-        store: Any,
+        store: dist.Store,
         ranks: Iterable[int],
         rank: int,
         prefix: str = "interlace",
@@ -95,19 +98,16 @@ class Board:
         self._prefix = prefix
         self.limit_s = limit_s
         """Time for the store to answer: a process that holds it may be stopped."""
-        self._unanswered: Errand | None = None
+        self._unanswered: Errand[Any] | None = None
         self.lives: dict[int, PeerProcess] = {}
         """The processes of ranks, as far as they are known: Note [Who is gone]."""
         self._gone: set[int] = set()
         self.probe = disconnected
         """Returns True if the process of a rank, of which nothing else is known, has ended."""
-        self.hosts: Mapping[int, str] = {}
-        """For messages: the hosts of ranks that are on several."""
         self.look: Callable[[], object] = lambda: None
         """Called in every wait for notes; raises where a peer called reset()."""
         self._left_word = self._is_lost = self._stayed = False
         self._next_look = self.next_probe = 0.0
-        self._rounds: dict[str, int] = {}
         self._past: list[tuple[frozenset[int], list[str]]] = []
         """Meetings in which all came, with what this rank left there: `forget` removes it."""
 
@@ -159,7 +159,7 @@ class Board:
     @property
     def _holds(self) -> bool:
         """True if this process holds the store, by the ways that torch makes one."""
-        return self.rank == 0 and not is_agents()
+        return self.rank == 0 and not uses_agents_store()
 
     def word(self, rank: int) -> str:
         stayed, self._stayed = self._stayed, True  # nobody leaves for this
@@ -171,7 +171,7 @@ class Board:
             self._stayed = stayed
         return "" if note is None or precedes(note) else note.get("word", "")
 
-    def ended(self, ranks: Collection[Any] = ()) -> set[Any]:
+    def ended(self, ranks: Collection[int] = ()) -> set[int]:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + LOOK_EVERY_S
@@ -189,19 +189,13 @@ class Board:
                     self._gone.add(rank)
         return self._gone | {rank for rank, life in self.lives.items() if not life.alive()}
 
-    def named(self, ranks: Sequence[int]) -> str:
-        """The ranks, with their hosts where these are several."""
-        if not any(rank in self.hosts for rank in ranks):
-            return named(ranks)
-        return " and ".join(f"rank {rank} on host {self.hosts.get(rank, '?')}" for rank in ranks)
-
     def farewell(self, gone: Sequence[int], what: str) -> str:
         """The message about ranks whose processes have ended, and who is to blame."""
         words = {rank: self.word(rank) for rank in gone}
         if culprits := [rank for rank in gone if not words[rank]]:
-            who = self.named(culprits)
+            who = named(culprits)
             return f"{who} cannot {what} any more: the process has ended. Start the job anew"
-        return f"{self.named(gone[:1])} cannot {what} any more, for it stopped: {words[gone[0]]}"
+        return f"{named(gone[:1])} cannot {what} any more, for it stopped: {words[gone[0]]}"
 
     def poll(
         self,
@@ -217,7 +211,7 @@ class Board:
         patience, pause, absent = Patience(timeout_s), SHORTEST_PAUSE_S, [*ranks]
 
         def late() -> str:
-            return f"{self.named(absent)} did not come to {what}"
+            return f"{named(absent)} did not come to {what}"
 
         while True:
             ended = self.ended(absent)  # who ended had left its notes by then
@@ -240,7 +234,7 @@ class Board:
         """Why ranks did not come to what the others came to."""
         if gone := sorted(self.ended(absent) & {*absent}):
             return self.farewell(gone, f"come to {what}")
-        who, others = self.named(absent), self.named(sorted(come))
+        who, others = named(absent), named(sorted(come))
         return (
             f"{who} did not come to {what} within {timeout_s:g} s, as {others} did: see whether "
             "it failed, stalled, did not recompile as the others did, or took another path through "
@@ -274,13 +268,11 @@ class Board:
         note: Note,
         timeout_s: float,
         look: Callable[[], object] = lambda: None,
-        over: Sequence[str] = (),
         problem: InterlaceError | None = None,
     ) -> list[Note]:
         """Every rank's note, in the order of the ranks; a missing rank, a failed one or `look`
         raises, as does a `problem`, which the others are told: Note [All or none]. The last word of
-        the topic that is no number says what it is for; `over` has what else this rank left there
-        before."""
+        the topic that is no number says what it is for."""
         topics = {rank: f"{topic}/{rank}" for rank in self.ranks}
         mine = topics[self.rank]
         if problem is not None:
@@ -303,7 +295,7 @@ class Board:
             found = self.collect(topics, timeout_s)
         numbered = topic.rpartition("/")[2].isdigit()
         verdict = [] if numbered or self.rank != self.ranks[0] else [f"{topic}/verdict"]
-        self.forget(self.ranks, [mine, *over, *verdict])
+        self.forget(self.ranks, [mine, *verdict])
         return [found[rank] for rank in topics]
 
     def forget(self, ranks: Collection[int], topics: Iterable[str]) -> None:
@@ -323,12 +315,6 @@ class Board:
         while self.is_over(f"{topic}/{number}"):
             number += 1
         return number
-
-    def next_round(self, topic: str) -> tuple[str, list[str]]:
-        """The first round of a topic that is not over, and the verdicts of those before it."""
-        before = self._rounds.get(topic, 0)
-        number = self._rounds[topic] = self.round(topic, before)
-        return f"{topic}/{number}", [f"{topic}/{n}/verdict" for n in range(before, number) if n]
 
     def is_over(self, topic: str) -> bool:
         return self.ask(lambda: self.store.check([f"{self._prefix}/{topic}/verdict"]))
@@ -377,16 +363,16 @@ class Board:
         over, texts = self.ask(question)
         return over, [None if text is None else json.loads(text) for text in texts]
 
-    def ask(self, question: Callable[[], Any]) -> Any:
+    def ask(self, question: Callable[[], T]) -> T:
         """The store's answer. Its process may be stopped, and no time-out of its own ends that."""
         before, patience = self._unanswered, Patience(self.limit_s)
         if before is not None and not before.is_back(SLICE_S):
-            raise self._silent()
+            raise CommTimeoutError(silent_store(self.limit_s))
         call, self._unanswered = Errand(question), None
         while not call.is_back(SLICE_S):
             if patience.is_over():
                 self._unanswered = call
-                raise self._silent()
+                raise CommTimeoutError(silent_store(self.limit_s))
         try:
             return call.result()
         except RuntimeError as error:
@@ -394,9 +380,6 @@ class Board:
             self._is_lost = True
             self.stay()
             raise PeerError(why) from error
-
-    def _silent(self) -> CommTimeoutError:
-        return CommTimeoutError(silent_store(self.limit_s, self.rank, self.lives))
 
 
 def _purpose(topic: str) -> str:

@@ -28,6 +28,8 @@ from interlace.comm.rendezvous.patience import LONGER, Errand, Patience
 from interlace.errors import SharedMemoryError
 from interlace.torch_private import backend_of, default_group, uses_agents_store
 
+Note = dict[str, Any]
+"""A small JSON text that a rank leaves in the store."""
 PROBE_EVERY_S = 0.05
 END_S = 0.5
 """Time for a process to end once its connections are closed."""
@@ -86,12 +88,12 @@ def uptime() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-def moment() -> dict[str, Any]:
+def moment() -> Note:
     """Now, by the clock of this boot of this host, which none sets, and by the wall clock."""
     return {"boot": boot_id(), "at": uptime(), "wall": time.time()}
 
 
-def precedes(note: Mapping[str, Any]) -> bool:
+def precedes(note: Note) -> bool:
     """True if the moment of a note lies before the start of this process. For a note of another
     host only the wall clocks tell."""
     age = uptime() - own_start() / os.sysconf("SC_CLK_TCK")
@@ -223,19 +225,7 @@ class PeerProcess:
             os.close(descriptor)
 
 
-def is_agents() -> bool:
-    """True if torchrun's agent holds the store, as it tells its ranks."""
-    return uses_agents_store()
-
-
-def store_holder(rank: int, lives: Mapping[int, PeerProcess]) -> str:
-    """Which process holds the store, as far as this rank knows: rank 0 where torch made it without
-    an agent, unless that lives and works."""
-    if is_agents():
-        return "the launcher"
-    if rank == 0 or (0 in lives and lives[0].seen and lives[0].alive() and not lives[0].stopped()):
-        return "a process that is no rank"
-    return "rank 0"
+HOLDER = "the process that holds it (rank 0, where no launcher does)"
 
 
 def lost_store(
@@ -254,22 +244,15 @@ def lost_store(
         if ended or known or patience.is_over():
             break
         time.sleep(PROBE_EVERY_S)
-    holder = store_holder(rank, lives)
-    if others := sorted(ended - ({0} if holder == "rank 0" else set())):
-        who = " and ".join(f"rank {other}" for other in others)
-        return (
-            f"the process of {who} has ended, and {what}: {holder}, which held it, has left since"
-        )
-    if 0 in ended:
-        return f"the process of rank 0 has ended, and {what}: rank 0 held it"
-    return f"{what}: {holder}, which holds it, has ended or is out of reach"
+    holder = set[int]() if uses_agents_store() else {0}
+    if culprits := sorted(ended - holder) or sorted(ended):
+        who = " and ".join(f"rank {culprit}" for culprit in culprits)
+        return f"the process of {who} has ended, and {what}: {HOLDER} has left too"
+    return f"{what}: {HOLDER} has ended, or is out of reach"
 
 
-def silent_store(
-    limit_s: float, rank: int = -1, lives: Mapping[int, PeerProcess] | None = None
-) -> str:
+def silent_store(limit_s: float) -> str:
     return (
-        f"the store of torch.distributed has not answered for {limit_s:g} s: "
-        f"{store_holder(rank, lives or {})}, which holds it, is stopped, or its host is "
-        f"overloaded; {LONGER}"
+        f"the store of torch.distributed has not answered for {limit_s:g} s: {HOLDER} is stopped, "
+        f"or its host is overloaded; {LONGER}"
     )

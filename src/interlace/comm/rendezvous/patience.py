@@ -27,8 +27,9 @@ import time
 import warnings
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Generic, TypeVar
 
+T = TypeVar("T")
 LONGEST_STEP_S = 1.0
 WARN_AFTER_S = 60.0
 LONGER = "if it is only late, give the option timeout_s more seconds"
@@ -67,11 +68,11 @@ class Patience:
         return False
 
 
-class Errand:
+class Errand(Generic[T]):
     """A call in a thread of its own, which is left behind where the call does not return."""
 
-    def __init__(self, act: Callable[[], Any]) -> None:
-        self._found: list[Any] = []
+    def __init__(self, act: Callable[[], T]) -> None:
+        self._found: list[T] = []
         self._error: list[Exception] = []
         self._bell = SimpleQueue[None]()
 
@@ -95,7 +96,7 @@ class Errand:
         """True if the call has come back with an error."""
         return bool(self._error)
 
-    def result(self) -> Any:
+    def result(self) -> T:
         if self._error:
             raise self._error[0]
         return self._found[0]

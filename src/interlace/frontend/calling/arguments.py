@@ -2,8 +2,8 @@
 what they are not.
 
     key = signature(args)                       # what a Program depends on
-    results = executor.run(imported.gather(args))
-    outputs = imported.scatter(results, args)
+    results = executor.run(imported.to_inputs(args))
+    outputs = imported.to_outputs(results, args)
 
 DTensor hands out `AsyncCollectiveTensor`s, which wait when they are first used. AOTAutograd takes
 them for a subclass of its own kind and loses their gradient's way back, so they become plain
@@ -37,7 +37,7 @@ class Opaque:
 class Fixed:
     """An output that is no tensor and the same in every call, such as a DTensor's DeviceMesh."""
 
-    value: Any
+    value: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +59,23 @@ class Imported:
     awaited: tuple[int, ...] = ()
     """Inputs that the graph waits for: a caller's collective may be at them."""
 
-    def settled(self, given: list[Any]) -> list[Any]:
-        """The Program's inputs, from those among the graph's arguments."""
-        for index in self.awaited:
-            functional.wait_tensor.default(given[index])
-        given += self.constants
-        for index in self.lazy:
-            given[index] = resolved(given[index])
-        return given
-
     symbols: Mapping[str, str] = field(default_factory=dict[str, str])
     """TorchDynamo's symbol for each named size of the Program."""
 
-    def gather(self, args: Sequence[object]) -> list[Any]:
+    def to_inputs(self, args: Sequence[Any]) -> list[torch.Tensor]:
         """The Program's inputs, from the graph's arguments."""
-        return self.settled([args[position] for position in self.inputs])
+        return self.completed([args[position] for position in self.inputs])
 
-    def scatter(self, results: Sequence[object], args: Sequence[object]) -> list[Any]:
+    def completed(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """All of the Program's inputs, from those among the graph's arguments."""
+        for index in self.awaited:
+            functional.wait_tensor.default(inputs[index])
+        inputs += self.constants
+        for index in self.lazy:
+            inputs[index] = resolved(inputs[index])
+        return inputs
+
+    def to_outputs(self, results: Sequence[object], args: Sequence[object]) -> list[object]:
         """The graph's outputs, from the Program's results and the graph's arguments."""
         return [
             results[place]

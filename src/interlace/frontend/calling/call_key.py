@@ -19,7 +19,7 @@ Note [A module that has not changed]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,8 +44,17 @@ class ModuleCall(NamedTuple):
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer, by name; one that is shared stands once."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    """Every parameter and buffer of a module and its parts, by name; one that is shared stands
+    once."""
+    named: dict[str, torch.Tensor] = {}
+    known: set[int] = set()
+    for path, part in module.named_modules():
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and id(tensor) not in known:
+                    known.add(id(tensor))
+                    named[f"{path}.{name}" if path else name] = tensor
+    return named
 
 
 class CallKeys:
@@ -55,14 +64,13 @@ class CallKeys:
         self._module = module
         self._snapshot: Snapshot | None = None
 
-    def of(self, args: tuple[object, ...], kwargs: dict[str, Any]) -> ModuleCall:
+    def of(self, args: tuple[object, ...], kwargs: dict[str, object]) -> ModuleCall:
         """The call with these arguments, in the modes of now."""
         snapshot = self._snapshot
         own = snapshot.tensors() if snapshot is not None else None
         if snapshot is None or own is None:
-            named = tensors_of(self._module)
-            snapshot = self._snapshot = Snapshot(self._module, named)
-            own = list(named.values())
+            snapshot = self._snapshot = Snapshot(self._module)
+            own = [*tensors_of(self._module).values()]
         given: list[torch.Tensor] = []
         described = _described(args, given), _described(kwargs, given)
         modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *_autocast())
@@ -99,46 +107,26 @@ def _described(value: Any, tensors: list[torch.Tensor]) -> Hashable:
 class Snapshot:
     """The modules' tensors and modes as they were: Note [A module that has not changed]."""
 
-    def __init__(self, module: nn.Module, named: Mapping[str, torch.Tensor]) -> None:
-        tensors = list(named.values())
+    def __init__(self, module: nn.Module) -> None:
+        named = tensors_of(module)
         modules = list(module.modules())
         self.names = tuple(named)
         kinds = tuple((type(module), module.training) for module in modules)
-        self.known = Hashed((self.names, tuple(map(_kind, tensors)), kinds))
-        starts = [_start(tensor) for tensor in tensors]
+        self.known = Hashed((self.names, tuple(map(_kind, named.values())), kinds))
+        starts = [_start(tensor) for tensor in named.values()]
         self._starts = {start for start in starts if start}
-        self._apart = None not in starts and _sharing(tensors) is None
-        self._modules = [(weakref.ref(m), m.training) for m in modules]
-        self._shape, held = _held(modules)
-        places: dict[int, int] = {}
-        for place, tensor in enumerate(held):
-            if tensor is not None:
-                places.setdefault(id(tensor), place)
-        self._places = [places.get(id(tensor), -1) for tensor in tensors]
-        first = [(i, places[id(tensor)]) for i, tensor in enumerate(held) if tensor is not None]
-        self._again = [(i, j) for i, j in first if i != j]
-        """Places that hold what an earlier one holds."""
-        self._lasts = None not in starts and set(self._places) == set(places.values())
-        self._marks = _marks(held) if self._lasts else []
+        self._lasts = None not in starts
+        self._apart = self._lasts and _sharing(list(named.values())) is None
+        self._modules = [weakref.ref(module) for module in modules]
+        self._facts = _facts(modules)[0] if self._lasts else []
 
     def tensors(self) -> list[torch.Tensor] | None:
         """The modules' tensors as they are now, if a new look would find the same."""
-        if not self._lasts:
+        modules = [module for ref in self._modules if (module := ref()) is not None]
+        if not self._lasts or len(modules) < len(self._modules):
             return None
-        modules: list[nn.Module] = []
-        for of_module, training in self._modules:
-            module = of_module()
-            if module is None or module.training is not training:
-                return None
-            modules.append(module)
-        shape, held = _held(modules)
-        if shape != self._shape or _marks(held) != self._marks:
-            return None
-        for place, first in self._again:
-            if held[place] is not held[first]:
-                return None
-        found = [held[place] for place in self._places]
-        return found if len(set(map(id, found))) == len(found) else None
+        facts, tensors = _facts(modules)
+        return tensors if facts == self._facts else None
 
     def apart_from(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Returns True if no two tensors of the modules and these can share memory."""
@@ -166,21 +154,37 @@ class Hashed:
         return self is other or (isinstance(other, Hashed) and self.value == other.value)
 
 
-def _held(modules: Sequence[nn.Module]) -> tuple[list[int | str], list[Any]]:
-    """Which children each has and what its tensors are called, unique while the children live;
-    and the tensors."""
-    shape: list[int | str] = []
-    held: list[Any] = []
+def _facts(modules: Sequence[nn.Module]) -> tuple[list[object], list[torch.Tensor]]:
+    """All that a compilation rests on of these modules, in a row: their modes and children (by
+    identity, unique while they live), and of each tensor its name, which of the modules' tensors it
+    is, type, address, layout, dtype, device and `requires_grad`; and the tensors, as `tensors_of`
+    has them."""
+    facts: list[object] = []
+    places: dict[int, int] = {}
+    tensors: list[torch.Tensor] = []
     for module in modules:
-        if module._modules:
-            shape += module._modules
-            shape += map(id, module._modules.values())
-        for values in (module._parameters, module._buffers):
-            if values:
-                shape += values
-                held += values.values()
-            shape.append(len(held))
-    return shape, held
+        facts.append(module.training)
+        facts += module._modules
+        facts += map(id, module._modules.values())
+        for held in (module._parameters, module._buffers):
+            facts += held
+            for tensor in held.values():
+                kind = type(tensor)
+                facts.append(kind)
+                if tensor is None:
+                    continue
+                place = places.setdefault(id(tensor), len(tensors))
+                facts.append(place)
+                if place < len(tensors):
+                    continue
+                tensors.append(tensor)
+                local: Any = tensor
+                if kind is DTensor:
+                    local = tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
+                    facts += tensor._spec, type(local)  # pyright: ignore
+                facts += local.untyped_storage().data_ptr(), local.data_ptr(), local.shape
+                facts += local.stride(), local.dtype, local.device, tensor.requires_grad
+    return facts, tensors
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -193,24 +197,6 @@ def _start(tensor: torch.Tensor) -> int | None:
         return None
     local = _local(tensor)
     return local.untyped_storage().data_ptr() if type(local) in _PLAIN else None
-
-
-def _marks(held: Sequence[torch.Tensor | None]) -> list[Any]:
-    """Returns each tensor's type, address, layout, dtype, device and `requires_grad`, in a row."""
-    found: list[Any] = []
-    for tensor in held:
-        kind = type(tensor)
-        found.append(kind)
-        if tensor is None:
-            continue
-        local: Any = tensor
-        if kind is DTensor:
-            local = tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
-            found += tensor._spec, type(local)  # pyright: ignore[reportAttributeAccessIssue]
-        found += local.untyped_storage().data_ptr(), local.data_ptr(), local.shape
-        found += local.stride(), local.dtype, local.device
-        found.append(tensor.requires_grad)
-    return found
 
 
 def _kind(tensor: torch.Tensor) -> Hashable:

@@ -17,12 +17,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
-from interlace.frontend.compiled_graph import CompiledGraph
+from interlace.frontend.compiled_graph import Boxed, CompiledGraph, Run
 from interlace.runtime import Executor
 from interlace.torch_private import (
     DisableAutocast,
@@ -50,15 +50,6 @@ class _Wrapped:
         return self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
 
 
-class _Heard(NamedTuple):
-    """A run of the graph: arguments and results, and the tensors' versions before and after."""
-
-    given: Sequence[object]
-    entered: list[int | None]
-    results: Sequence[object]
-    left: list[int | None]
-
-
 @dataclass(frozen=True, slots=True)
 class Direct:
     """An Executor, where its inputs are found, and what is made of its results."""
@@ -66,11 +57,11 @@ class Direct:
     executor: Executor
     inputs: tuple[tuple[int, str | None], ...]
     """For each: the position of the tensor, and the name of what is taken of it."""
-    settle: Callable[[list[Any]], list[Any]] | None
-    """Further treatment of the inputs; None if they need none."""
-    outputs: tuple[int | _Wrapped, ...] | None
-    """Results by place, or what is made of them; None: the results as they are."""
-    join: Callable[[Sequence[object]], Any]
+    completed: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+    """Further treatment of the inputs."""
+    outputs: tuple[int | _Wrapped, ...]
+    """Results by place, or what is made of them."""
+    join: Callable[[Sequence[object]], object]
     """Makes what the function gives of the outputs."""
     written: tuple[int, ...]
     """The tensors that AOTAutograd says the graph writes: autograd is told by their versions."""
@@ -86,16 +77,9 @@ class Direct:
         given = [
             tensors[i] if inner is None else getattr(tensors[i], inner) for i, inner in self.inputs
         ]
-        if self.settle is not None:
-            given = self.settle(given)
-        results = self.executor.run(given)
-        if self.outputs is None:
-            return self.join(results)
+        results = self.executor.run(self.completed(given))
         return self.join(
-            [
-                results[made] if isinstance(made, int) else made.around(results)
-                for made in self.outputs
-            ]
+            [results[each] if type(each) is int else each.around(results) for each in self.outputs]  # pyright: ignore
         )
 
 
@@ -103,39 +87,38 @@ def observed(
     call: Callable[..., Sequence[object]],
     graph: CompiledGraph,
     tensors: Sequence[torch.Tensor],
-    join: Callable[[Sequence[object]], Any],
+    join: Callable[[Sequence[object]], object],
 ) -> tuple[Sequence[object], Direct | None]:
     """The outputs of a call of this inference graph, and how to get them without AOTAutograd."""
-    heard: list[_Heard] = []
+    calls: list[tuple[Boxed, list[int | None], Sequence[object], list[int | None]]] = []
+    """Arguments and results of the graph, each with the tensors' versions then."""
 
-    def listen(given: Sequence[object]) -> Callable[[Sequence[object]], None]:
-        entered = _versions(tensors)
-        return lambda results: heard.append(_Heard(given, entered, results, _versions(tensors)))
+    def observe(run: Run, args: Boxed) -> Sequence[object]:
+        given, entered = list(args), _versions(tensors)
+        results = run(args)
+        calls.append((given, entered, results, _versions(tensors)))
+        return results
 
     before, mode = _versions(tensors), torch.is_grad_enabled()
-    graph.listener = listen
+    graph.observer = observe
     try:
         outputs = call(*tensors)
     finally:
-        graph.listener = None
-    if len(heard) != 1 or torch.is_grad_enabled() != mode:
+        graph.observer = None
+    if len(calls) != 1 or torch.is_grad_enabled() != mode or graph.unscheduled:
         return outputs, None
-    given, entered, results, left = heard[0]
+    given, entered, results, left = calls[0]
     own = {id(tensor) for tensor in tensors}
     if _versions(tensors) != left or any(id(output) in own for output in outputs):
         return outputs, None
     bound = graph.bound[-1]
     imported = bound.imported
     inputs = _inputs(tensors, [given[i] for i in imported.inputs])
-    made = _outputs(outputs, results, imported.outputs)
-    if inputs is None or made is None:
+    wrapped = _outputs(outputs, results, imported.outputs)
+    if inputs is None or wrapped is None:
         return outputs, None
-    plain = made == tuple(range(len(results)))
     written = tuple(i for i, version in enumerate(before) if version != entered[i])
-    settles = imported.constants or imported.awaited or imported.lazy
-    settle = imported.settled if settles else None
-    direct = Direct(bound.executor, inputs, settle, None if plain else made, join, written)
-    return outputs, direct
+    return outputs, Direct(bound.executor, inputs, imported.completed, wrapped, join, written)
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:

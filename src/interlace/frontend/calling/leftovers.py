@@ -31,75 +31,49 @@ def none_left(roots: Mapping[str, object]) -> Iterator[None]:
 
     Raises UnsupportedError then, or what the trace itself raises.
     """
-    known = list(_containers(roots))
-    before = [(holder, name, _items(holder)) for holder, name in known]
+    before = list(_holders(roots))
     own = {id(value) for _, _, items in before for value in items.values()}
-    problem = ""
+    left = ""
     try:
         yield
     finally:
-        for holder, name in _containers(roots):
-            left = [key for key, x in _items(holder).items() if id(x) not in own and _of_a_trace(x)]
-            if left:
-                problem = problem or f"{name}.{left[0]}"
-        if problem:
-            for holder, _, items in before:
-                if {key: id(x) for key, x in _items(holder).items()} != {
-                    key: id(x) for key, x in items.items()
-                }:
-                    _put_back(holder, items)
-    if problem:
+        for _, name, items in _holders(roots):
+            keys = [key for key, x in items.items() if id(x) not in own and _of_a_trace(x)]
+            left = left or (f"{name}.{keys[0]}" if keys else "")
+        for holder, _, items in before if left else ():
+            if isinstance(holder, list | deque):
+                holder.clear()
+                holder.extend(items.values())
+            elif not isinstance(holder, tuple):
+                held = holder if isinstance(holder, dict) else holder.__dict__
+                held.clear()
+                held.update(items)
+    if left:
         raise UnsupportedError(
-            f"the compiled code keeps a tensor in {problem}, as a cache that grows does; "
+            f"the compiled code keeps a tensor in {left}, as a cache that grows does; "
             "interlace.compile runs it once to trace it, and later calls would not write there. "
             'fix: use torch.compile(model, backend="interlace"), which repeats such writes, or '
             "return the tensor"
         )
 
 
-def path_to(value: object, roots: Mapping[str, object]) -> str:
-    """The name of a value that these objects hold, such as `Net.layer.scale`; else nothing."""
-    for holder, name in _containers(roots):
-        for key, item in _items(holder).items():
-            if item is value:
-                return f"{name}.{key}".replace("._modules.", ".")
-    return ""
-
-
-def _containers(roots: Mapping[str, object]) -> Iterator[tuple[Any, str]]:
-    """The lists, dictionaries and objects that can be reached, each once, with a name."""
+def _holders(roots: Mapping[str, object]) -> Iterator[tuple[Any, str, dict[Any, Any]]]:
+    """The lists, dictionaries and objects that can be reached, each once, with a name, and what
+    they hold by index, key or attribute."""
     seen: set[int] = set()
-    todo = [(value, name) for name, value in roots.items()]
+    todo: list[tuple[Any, str]] = [(value, name) for name, value in roots.items()]
     while todo:
         value, name = todo.pop()
         if isinstance(value, _LEAVES) or id(value) in seen:
             continue
         seen.add(id(value))
-        items = _items(value)
-        if items and not isinstance(value, tuple):
-            yield value, name
-        elif isinstance(value, list | deque | dict):
-            yield value, name
+        plain = isinstance(value, dict)
+        items = dict(value if plain else getattr(value, "__dict__", ()))
+        if isinstance(value, list | tuple | deque):
+            items = dict(enumerate(value))
+        if plain or items or isinstance(value, list | deque):
+            yield value, name, items
         todo += [(item, f"{name}.{key}") for key, item in items.items()]
-
-
-def _items(holder: object) -> dict[Any, Any]:
-    """Items of a container or attributes of an object, by index, key or name."""
-    if isinstance(holder, list | tuple | deque):
-        return dict(enumerate(holder))
-    if isinstance(holder, dict):
-        return dict(holder)
-    return dict(getattr(holder, "__dict__", ()))
-
-
-def _put_back(holder: object, items: dict[Any, Any]) -> None:
-    if isinstance(holder, list | deque):
-        holder.clear()
-        holder.extend(items.values())
-        return
-    held = holder if isinstance(holder, dict) else holder.__dict__
-    held.clear()
-    held.update(items)
 
 
 def _of_a_trace(value: object) -> bool:

@@ -19,7 +19,6 @@ import functools
 import itertools
 import operator
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,8 +33,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from interlace.errors import TeamError, UnsupportedError
 from interlace.frontend.calling.call_key import tensors_of
-from interlace.frontend.calling.leftovers import path_to
-from interlace.frontend.importing.nodes import MODULE_KEY, flatten, raised_at, users_line
+from interlace.frontend.importing.nodes import MODULE_KEY, flatten, users_line
 from interlace.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -106,7 +104,7 @@ def symbolic_sizes() -> Iterator[None]:
         if before is not None:
             sources[expr] = before
 
-    mended: dict[str, Any] = {"_sympy_handlers": lambda: handlers}
+    mended: dict[str, object] = {"_sympy_handlers": lambda: handlers}
     if register is not None:
         mended["_sym_register"] = registered
     with patched(proxy_tensor, **mended):
@@ -124,8 +122,7 @@ def _product(*sizes: Any) -> Any:
 def lent(module: nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Has a module use `tensors` in place of its own, in the order of `tensors_of`, and note where
     nodes are. One that stands in several places, as do tied weights, is replaced in all of them."""
-    pairs = zip(tensors_of(module).values(), tensors, strict=True)
-    given = {id(own): other for own, other in pairs}
+    replaced = dict(zip(map(id, tensors_of(module).values()), tensors, strict=True))
     members: list[tuple[dict[str, Any], str, torch.Tensor]] = [
         (held, name, own)
         for part in module.modules()
@@ -136,7 +133,7 @@ def lent(module: nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     with _named_modules(module):
         try:
             for held, name, own in members:
-                held[name] = given.get(id(own), own)  # `tensors_of` may not have one
+                held[name] = replaced[id(own)]
             yield
         finally:
             for held, name, own in members:
@@ -205,37 +202,31 @@ def mark_checkpoints(graph: fx.Graph) -> None:
 # -- refusals --------------------------------------------------------------------------------------
 
 
-def unreached(name: str, which: Sequence[str] = ()) -> UnsupportedError:
+def unreached(name: str) -> UnsupportedError:
     """The error for a tensor that is neither an argument nor known to be held by the module."""
-    known = f" ({', '.join(filter(None, which))})" if any(which) else ""
     return UnsupportedError(
-        f"{name} uses a tensor that is not among its arguments, parameters and buffers{known}: "
-        "pass it as an argument, register it (register_buffer), or use "
+        f"{name} uses a tensor that is not among its arguments, parameters and buffers: pass it as "
+        "an argument, register it (register_buffer), or use "
         'torch.compile(module, backend="interlace")'
     )
 
 
 class Watch(TorchFunctionMode):
     """Ends a trace before anything is done to a tensor of which it knows nothing: torch ends it
-    only where such a tensor meets another, and would write this one, or take it for a constant.
-    `objects` are those that may hold it, by name."""
-
-    def __init__(self, objects: Mapping[str, object]) -> None:
-        super().__init__()
-        self._objects = objects
+    only where such a tensor meets another, and would write this one, or take it for a constant."""
 
     def __torch_function__(
         self,
-        func: Any,
+        func: Callable[..., object],
         types: Sequence[object],
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
-    ) -> Any:
+    ) -> object:
         given = (*args, *(kwargs or {}).values())
         reads = getattr(func, "__name__", "") == "__get__"  # an attribute: sizes and the like
-        if not reads and (real := next(filter(_is_real, flatten(given)), None)) is not None:
-            line = users_line(traceback.extract_stack())
-            raise unreached(str(func), (path_to(real, self._objects), line and f"at {line}"))
+        if not reads and any(map(_is_real, flatten(given))):
+            line = users_line()
+            raise unreached(f"{func}{f' at {line}' if line else ''}")
         return func(*args, **(kwargs or {}))
 
 
@@ -248,12 +239,8 @@ def own_errors(name: str) -> Iterator[None]:
     """Says what torch says of what cannot be traced in words that help."""
     try:
         yield
-    except AssertionError as error:
-        if "convert all Tensors to FakeTensors" not in str(error):
-            raise
-        raise unreached(name) from error
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        what, where = "Python decides by", raised_at(error)
+        what, where = "Python decides by", users_line(error)
         if isinstance(error, DynamicOutputShapeException):
             what = "sizes depend on"
         raise UnsupportedError(
@@ -261,29 +248,27 @@ def own_errors(name: str) -> Iterator[None]:
             f"({error.func}){f' at {where}' if where else ''}. Compute that outside and pass it, "
             'or use torch.compile(..., backend="interlace"), which leaves such lines to Python'
         ) from error
-    except RuntimeError as error:
+    except (AssertionError, RuntimeError) as error:
+        if "convert all Tensors to FakeTensors" in str(error):
+            raise unreached(name) from error
         if "resolve the process group" in str(error):
             raise TeamError(
                 f"{name} communicates in a process group that was destroyed ({error}). Fix: make "
                 "the group, its mesh and the module on it anew"
             ) from error
-        if "use_reentrant=True" not in str(error):
-            raise
-        raise UnsupportedError(
-            f"{name} has a checkpoint with use_reentrant=True, which runs a backward of its own in "
-            "the middle of tracing: give it use_reentrant=False, or use "
-            'torch.compile(..., backend="interlace")'
-        ) from error
+        if "use_reentrant=True" in str(error):
+            raise UnsupportedError(
+                f"{name} has a checkpoint with use_reentrant=True, which runs a backward of its "
+                "own in the middle of tracing: give it use_reentrant=False"
+            ) from error
+        raise
 
 
 def refuse_sharded(module: nn.Module) -> None:
     """Refuses modules of `fully_shard`: their hooks gather and free, and must not be traced."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return
-    from torch.distributed.fsdp import FSDPModule
-
+    fsdp = sys.modules.get("torch.distributed.fsdp")
     for name, part in module.named_modules():
-        if isinstance(part, FSDPModule):
+        if fsdp is not None and isinstance(part, fsdp.FSDPModule):
             raise UnsupportedError(
                 f"{name or type(part).__name__} is sharded by fully_shard, whose hooks gather "
                 'its parameters when it runs: use torch.compile(..., backend="interlace"), '

@@ -1,7 +1,7 @@
 """From an FX graph to a serial Program: one stream, one op per node, views as steps.
 
 importer.py      the walk over the graph, and the Program that it writes
-lowerings.py     one spelling for what torch writes in several; random numbers drawn again
+normalise.py     one spelling for what torch writes in several; random numbers drawn again
 grouped.py       grouped matmuls;  collectives.py: functional collectives
 exchanges.py     graphs that communicate and run as traced: they are not imported
 inplace.py       updates of inputs put back in place

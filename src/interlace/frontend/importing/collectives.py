@@ -11,21 +11,18 @@ contiguous, as torch does. A team of one rank communicates nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import fx
 
-from interlace.frontend.importing.lowerings import passed_on
 from interlace.frontend.importing.types import Args
 from interlace.ir import Collective, Team, View
 from interlace.ir.sizes import Int
 
 if TYPE_CHECKING:
-    from interlace.frontend.importing.importer import Importer, Lowering
+    from interlace.frontend.importing.importer import Importer, Normaliser, Value
 
-REDUCTIONS = {"sum": "sum", "avg": "avg", "product": "prod", "prod": "prod"} | {
-    name: name for name in ("min", "max")
-}
+REDUCTIONS = {"product": "prod"} | {name: name for name in ("sum", "avg", "prod", "min", "max")}
 
 
 def _emit(
@@ -58,117 +55,100 @@ def all_gather(imp: Importer, node: fx.Node, src: View, group: object) -> View:
     return _emit(imp, node, "all_gather", team, rows, (first * team.size, *rest))
 
 
-def reduce_scatter(imp: Importer, node: fx.Node, src: View, reduce: str, group: object) -> View:
+def _reduce_scatter(imp: Importer, node: fx.Node, src: View, reduce: str, group: object) -> View:
     """This rank's part, along dimension 0, of the reduction of every rank's `src`."""
     team, (first, *rest) = imp.team(node, group), imp.sizes(src)
-    if first % team.size:
-        raise imp.unsupported(
-            node,
-            f"{first} rows do not divide among the {team.size} ranks of {team.name}",
-            "Pad dimension 0 to a multiple, as DTensor does",
-        )
-    return _emit(imp, node, "reduce_scatter", team, src, (first // team.size, *rest), reduce)
+    width = _divided(imp, node, first, 0, team)
+    return _emit(imp, node, "reduce_scatter", team, src, (width, *rest), reduce)
 
 
-def all_reduce(imp: Importer, node: fx.Node, src: View, reduce: str, group: object) -> View:
-    """The reduction of every rank's `src`."""
+def _all_reduce(imp: Importer, node: fx.Node, src: View, reduce: str, group: object) -> View:
     return _emit(imp, node, "all_reduce", imp.team(node, group), src, imp.sizes(src), reduce)
 
 
-def broadcast(imp: Importer, node: fx.Node, src: View, root: int, group: object) -> View:
-    """The root's `src` on every rank."""
-    team, sizes = imp.team(node, group), imp.sizes(src)
-    return _emit(imp, node, "broadcast", team, src, sizes, root=int(root))
+def _broadcast(imp: Importer, node: fx.Node, src: View, root: int, group: object) -> View:
+    team = imp.team(node, group)
+    return _emit(imp, node, "broadcast", team, src, imp.sizes(src), root=int(root))
 
 
-def _of(lower: Callable[..., View], *places: int) -> Lowering:
-    """A collective of a tensor, or of each of a list; `places` has the positions of what `lower`
-    takes beside it."""
-
-    def lowering(imp: Importer, node: fx.Node, args: Args) -> Any:
-        given = [args[i] for i in places]
-        if isinstance(args[0], list | tuple):
-            return tuple(lower(imp, node, src, *given) for src in imp.arg(args[0]))
-        return lower(imp, node, imp.view(args[0]), *given)
-
-    return lowering
-
-
-_all_gather = _of(all_gather, 2)
-_reduce_scatter = _of(reduce_scatter, 1, 3)
-_all_reduce = _of(all_reduce, 1, 2)
-_broadcast = _of(broadcast, 1, 2)
-
-
-def _all_to_all(imp: Importer, node: fx.Node, args: Args) -> View:
-    src, team = imp.contiguous(imp.view(args[0])), imp.team(node, args[3])
-    received, sent = imp.arg(args[1]), imp.arg(args[2])
-    if team.size == 1:
-        return imp.copied(src)
-    if len({*received, *sent}) > 1:  # those of compiled code run as traced: see exchanges.py
+def _all_to_all(
+    imp: Importer, node: fx.Node, src: View, received: object, sent: object, group: object
+) -> View:
+    team, parts = imp.team(node, group), imp.arg(received)
+    if team.size > 1 and len({*parts, *imp.arg(sent)}) > 1:  # see exchanges.py
         raise imp.unsupported(node, "its parts are uneven", "Pad them to one size")
-    _, *rest = imp.sizes(src)
-    return _emit(imp, node, "all_to_all", team, src, (sum(received), *rest))
+    return _emit(imp, node, "all_to_all", team, src, (sum(parts), *imp.sizes(src)[1:]))
 
 
-def _shard_dim_all_to_all(imp: Importer, node: fx.Node, args: Args) -> View:
+def _shard_dim_all_to_all(
+    imp: Importer, node: fx.Node, src: View, gather_dim: int, shard_dim: int, group: object
+) -> View:
     """Gathers along one dimension and shards another: blocks of one become blocks of the other."""
-    src, gather_dim, shard_dim, group = imp.view(args[0]), args[1], args[2], args[3]
     team, sizes = imp.team(node, group), list(imp.sizes(src))
     if team.size == 1:
         return imp.copied(src)
     gather_dim, shard_dim = gather_dim % len(sizes), shard_dim % len(sizes)
-    if sizes[shard_dim] % team.size:
-        raise imp.unsupported(
-            node,
-            f"dimension {shard_dim} of {sizes[shard_dim]} does not divide among {team.size} ranks",
-            "Pad it to a multiple",
-        )
-    width = sizes[shard_dim] // team.size
+    width = _divided(imp, node, sizes[shard_dim], shard_dim, team)
     block = [*sizes]
     block[shard_dim] = width
     pieces = [src.slice(shard_dim, i * width, (i + 1) * width) for i in range(team.size)]
-    stacked = [block[0] * team.size, *block[1:]]
-    sent = imp.concatenated(pieces, 0, tuple(stacked), f"{node.name}_in")
-    got = _emit(imp, node, "all_to_all", team, sent, tuple(stacked))
-    parts = [got.slice(0, i * block[0], (i + 1) * block[0]) for i in range(team.size)]
+    stacked = (block[0] * team.size, *block[1:])
+    sent = imp.concatenated(pieces, 0, stacked, f"{node.name}_in")
+    received = _emit(imp, node, "all_to_all", team, sent, stacked)
+    parts = [received.slice(0, i * block[0], (i + 1) * block[0]) for i in range(team.size)]
     block[gather_dim] *= team.size
     return imp.concatenated(parts, gather_dim, tuple(block), node.name)
 
 
-def _in_place(imp: Importer, node: fx.Node, args: Args) -> Any:
+def _divided(imp: Importer, node: fx.Node, size: Int, dim: int, team: Team) -> Int:
+    """The part of a dimension that a rank gets."""
+    if size % team.size:
+        raise imp.unsupported(
+            node,
+            f"dimension {dim} of {size} does not divide among the {team.size} ranks of {team.name}",
+            "Pad it to a multiple, as DTensor does",
+        )
+    return size // team.size
+
+
+def refuse(imp: Importer, node: fx.Node, args: Args) -> View:
+    """Refuses what writes its argument behind the graph's back, and messages."""
     raise imp.unsupported(
         node,
-        "it writes its argument behind the graph's back",
-        "Use the functional collective of that name, which gives a new tensor",
+        "it writes its argument behind the graph's back, or is a message with a tag",
+        "Use the functional collective of that name, which gives a new tensor, or write an "
+        "exchange of messages as a Program (`interlace.program`)",
     )
 
 
-def _point_to_point(imp: Importer, node: fx.Node, args: Args) -> Any:
-    raise imp.unsupported(
-        node,
-        "point-to-point messages carry tags, and a Program matches them in order",
-        "Write the exchange as a Program with Send and Recv (`interlace.program`)",
-    )
-
-
-_PLAIN: dict[str, Lowering] = {
-    **dict.fromkeys(("all_gather_into_tensor", "all_gather_into_tensor_coalesced"), _all_gather),
-    **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"), _reduce_scatter),
-    **dict.fromkeys(("all_reduce", "all_reduce_coalesced"), _all_reduce),
-    "broadcast": _broadcast,
-    "all_to_all_single": _all_to_all,
-    **dict.fromkeys(("all_reduce_", "all_reduce_coalesced_", "broadcast_"), _in_place),
-    **dict.fromkeys(("all_gather_into_tensor_out", "reduce_scatter_tensor_out"), _in_place),
-    **dict.fromkeys(("wait_tensor", "_wrap_tensor_autograd"), passed_on),
-    **dict.fromkeys(("isend", "irecv", "batch_p2p_ops"), _point_to_point),
+_OPERATORS: dict[str, tuple[Callable[..., View], tuple[int, ...]]] = {
+    "_c10d_functional.all_gather_into_tensor": (all_gather, (2,)),
+    "_c10d_functional.all_gather_into_tensor_coalesced": (all_gather, (2,)),
+    "_c10d_functional_autograd.all_gather_into_tensor": (all_gather, (2,)),
+    "_c10d_functional.reduce_scatter_tensor": (_reduce_scatter, (1, 3)),
+    "_c10d_functional.reduce_scatter_tensor_coalesced": (_reduce_scatter, (1, 3)),
+    "_c10d_functional_autograd.reduce_scatter_tensor": (_reduce_scatter, (1, 3)),
+    "_c10d_functional.all_reduce": (_all_reduce, (1, 2)),
+    "_c10d_functional.all_reduce_coalesced": (_all_reduce, (1, 2)),
+    "_c10d_functional.broadcast": (_broadcast, (1, 2)),
+    "_c10d_functional.all_to_all_single": (_all_to_all, (1, 2, 3)),
+    "_c10d_functional_autograd.all_to_all_single": (_all_to_all, (1, 2, 3)),
+    "_dtensor.shard_dim_alltoall": (_shard_dim_all_to_all, (1, 2, 3)),
+    "_c10d_functional.wait_tensor": (lambda imp, node, src: src, ()),
+    "_c10d_functional._wrap_tensor_autograd": (lambda imp, node, src: src, ()),
 }
+"""What imports each operator for one tensor, and the places of its arguments beside that."""
 
-COLLECTIVES: dict[str, Callable[[Importer, fx.Node, Args], Any]] = {
-    **{f"_c10d_functional.{name}.default": lower for name, lower in _PLAIN.items()},
-    "_c10d_functional_autograd.all_gather_into_tensor.default": _all_gather,
-    "_c10d_functional_autograd.reduce_scatter_tensor.default": _reduce_scatter,
-    "_c10d_functional_autograd.all_to_all_single.default": _all_to_all,
-    "_dtensor.shard_dim_alltoall.default": _shard_dim_all_to_all,
-}
-"""Lowerings by operator."""
+
+def _normaliser(convert: Callable[..., View], places: tuple[int, ...]) -> Normaliser:
+    def each(imp: Importer, node: fx.Node, args: Args) -> Value:
+        beside = [args[i] for i in places]
+        if isinstance(args[0], list | tuple):
+            return tuple(convert(imp, node, src, *beside) for src in imp.arg(args[0]))
+        return convert(imp, node, imp.view(args[0]), *beside)
+
+    return each
+
+
+COLLECTIVES = {f"{name}.default": _normaliser(*row) for name, row in _OPERATORS.items()}
+"""Normalisers by operator."""

@@ -2,12 +2,12 @@
 
     imported = import_graph(gm, name="forward", teams=teams)
     print(imported.program)
-    results = executor.run(imported.gather(args))
-    outputs = imported.scatter(results, args)
+    results = executor.run(imported.to_inputs(args))
+    outputs = imported.to_outputs(results, args)
 
 Compute nodes become Calls that make their own results; aten view operators become steps of Views
 and cost nothing; functional collectives become Collectives into fresh buffers, and `wait_tensor`
-vanishes (a serial Program needs no wait). `lowerings.py` rewrites what has several spellings to
+vanishes (a serial Program needs no wait). `normalise.py` rewrites what has several spellings to
 one, `inplace.py` puts updates of inputs back in place. What cannot be lowered is an
 `UnsupportedError`.
 """
@@ -26,10 +26,10 @@ from torch import fx
 
 from interlace.errors import ProgramError, SizeError, UnsupportedError
 from interlace.frontend.calling.arguments import Fixed, Imported, Opaque
-from interlace.frontend.importing.collectives import COLLECTIVES
+from interlace.frontend.importing.collectives import COLLECTIVES, refuse
 from interlace.frontend.importing.inplace import InPlace
-from interlace.frontend.importing.lowerings import LOWERINGS
 from interlace.frontend.importing.nodes import (
+    Values,
     aliases,
     awaited,
     bound,
@@ -46,6 +46,7 @@ from interlace.frontend.importing.nodes import (
     output_nodes,
     parameter_name,
 )
+from interlace.frontend.importing.normalise import NORMALISERS
 from interlace.frontend.importing.symbols import size_class, size_of, sizes_of
 from interlace.frontend.importing.types import (
     NOWHERE,
@@ -89,7 +90,7 @@ Value = Any
 """Value of a node: a View, a scalar, None, an `Opaque`, or a tuple of these."""
 
 
-Lowering = Callable[["Importer", fx.Node, Args], Value]
+Normaliser = Callable[["Importer", fx.Node, Args], Value]
 """Makes a value of a node and its bound arguments."""
 
 
@@ -98,20 +99,19 @@ TAKEN = {"rng", "main", "comm", "inf", "nan", *(str(dtype) for dtype in DType)}
 
 
 class Importer:
-    """Walks a graph once, in order; lowerings call its methods."""
+    """Walks a graph once, in order; normalisers call its methods."""
 
     def __init__(
         self,
         gm: fx.GraphModule,
         name: str,
         teams: Teams,
-        values: Mapping[fx.Node, Any] | None = None,
+        values: Values | None = None,
         labels: Sequence[str] = (),
     ) -> None:
         self.gm = gm
         self.program_name = name
         self.teams = teams
-        self.lowerings: Mapping[str, Lowering] = {**LOWERINGS, **COLLECTIVES}
         self.recorded = values
         self.labels = labels
         self.device = self._main_device()
@@ -121,7 +121,7 @@ class Importer:
         self.host: set[str] = set()
         """Buffers that stay on the CPU in a graph on a GPU."""
         self._names: dict[str, int] = dict.fromkeys(TAKEN, 0)
-        self.values: dict[fx.Node, Value] = {}
+        self.converted: dict[fx.Node, Value] = {}
         self.params: list[Buffer] = []
         self.inputs: list[int] = []
         self.constants: list[torch.Tensor] = []
@@ -147,12 +147,12 @@ class Importer:
         for node in self.gm.graph.nodes:
             self.loc = location(node)
             if node.op == "placeholder":
-                self.values[node] = self._parameter(node, position)
+                self.converted[node] = self._parameter(node, position)
                 position += 1
             elif node.op == "output":
                 outputs = [self._output(item) for item in flatten(node.args[0])]
             elif node in live and node not in self.in_place.absorbed:
-                self.values[node] = self._lower(node)
+                self.converted[node] = self._convert(node)
         results = [value for value in outputs if not isinstance(value, Opaque | Fixed)]
         index = iter(range(len(results)))
         places = [value if isinstance(value, Opaque | Fixed) else next(index) for value in outputs]
@@ -198,14 +198,14 @@ class Importer:
         plain = value is None or isinstance(value, View | Opaque | bool | int | float | Size)
         return value if plain else Fixed(getattr(value, "real_obj", value))
 
-    def value(self, node: Any) -> Any:
+    def value(self, node: Any) -> Value:
         """The fake value that tracing recorded for a node."""
         return self.recorded[node] if self.recorded is not None else node.meta.get("val")
 
-    def arg(self, value: object) -> Any:
+    def arg(self, value: object) -> Value:
         """An argument of a node as a Program spells it."""
         if isinstance(value, fx.Node):
-            return self.values[value]
+            return self.converted[value]
         if isinstance(value, list | tuple):
             return tuple(self.arg(item) for item in value)
         if isinstance(value, torch.SymInt):
@@ -227,7 +227,12 @@ class Importer:
         return UnsupportedError(f"{describe(node)} cannot be lowered: {why}. {fix}")
 
     def call_like(
-        self, node: fx.Node, fn: str, args: object, kwargs: object, value: object
+        self,
+        node: fx.Node,
+        fn: str,
+        args: Iterable[object],
+        kwargs: Mapping[str, object],
+        value: object,
     ) -> Value:
         """A Call with results like the fake `value`, in which None and numbers stay as they are."""
         fresh: list[Buffer] = []
@@ -245,7 +250,14 @@ class Importer:
         self._call(node, fn, args, kwargs, fresh=tuple(fresh))
         return result
 
-    def _call(self, node: fx.Node, fn: str, args: Any, kwargs: Any, **results: Any) -> None:
+    def _call(
+        self,
+        node: fx.Node,
+        fn: str,
+        args: Iterable[object],
+        kwargs: Mapping[str, object],
+        **results: Any,
+    ) -> None:
         given = tuple(map(self.arg, args))
         named = tuple((key, self.arg(item)) for key, item in kwargs.items())
         for item in flatten((given, tuple(value for _, value in named))):
@@ -279,7 +291,7 @@ class Importer:
         return value if isinstance(value, bool | int | float | None) else Opaque(position)
 
     def _constant(self, node: fx.Node) -> Value:
-        tensor: Any = self.gm
+        tensor: object = self.gm
         for part in str(node.target).split("."):
             tensor = getattr(tensor, part)
         if not isinstance(tensor, torch.Tensor):
@@ -294,7 +306,7 @@ class Importer:
         self.constant_params.append(buffer)
         return self.declare(buffer, tensor)
 
-    def _lower(self, node: fx.Node) -> Value:
+    def _convert(self, node: fx.Node) -> Value:
         if node.op == "get_attr":
             return self._constant(node)
         if node.op != "call_function":
@@ -313,9 +325,11 @@ class Importer:
         name = str(node.target)
         if name in SAME_DTYPES:
             self._refuse_mixed(node)
-        lowering = self.lowerings.get(name)
-        if lowering is not None:
-            return lowering(self, node, bound(node))
+        normaliser = NORMALISERS.get(name) or COLLECTIVES.get(name)
+        if normaliser is None and name.startswith("_c10d_functional"):
+            normaliser = refuse
+        if normaliser is not None:
+            return normaliser(self, node, bound(node))
         if not isinstance(node.target, OpOverload):
             raise self.unsupported(node, *_opaque(node, name))
         if name in SPLITS:
@@ -332,23 +346,14 @@ class Importer:
 
     def _refuse_mixed(self, node: fx.Node) -> None:
         """Eager refuses operands of several dtypes; a trace on fake tensors does not."""
-        operands = [(n, self.value(n)) for n in node.all_input_nodes]
-        floats = [(n, x) for n, x in operands if isinstance(x, torch.Tensor)]
-        if len({x.dtype for _, x in floats}) > 1:
-            told = ", ".join(f"{self._operand(n)} is {x.dtype}" for n, x in floats)
+        operands = map(self.value, node.all_input_nodes)
+        dtypes = dict.fromkeys(str(x.dtype) for x in operands if isinstance(x, torch.Tensor))
+        if len(dtypes) > 1:
             raise self.unsupported(
                 node,
-                f"its operands must have the same dtype, as in eager: {told}",
+                f"its operands must have the same dtype, as in eager: they are {', '.join(dtypes)}",
                 "Cast one (x.to(weight.dtype), or module.to(x.dtype)), or use torch.autocast",
             )
-
-    def _operand(self, node: fx.Node) -> str:
-        """An operand as its user knows it: the argument that it is a view of, or who made it."""
-        while node.op == "call_function" and is_view(node):
-            node = node.all_input_nodes[0]
-        if node.op == "placeholder":
-            return f"argument {parameter_name(node, self.labels)}"
-        return f"what {describe(node)} gives"
 
     def _view(self, name: str, args: Args, value: torch.Tensor) -> View:
         source = self.view(args[0])
@@ -363,7 +368,9 @@ class Importer:
             return self.reshaped(source, sizes_of(value.shape))
         return strided(box, self.value(args[0]), value, source)
 
-    def _split(self, node: fx.Node, name: str, args: Args, parts: Any) -> tuple[View, ...]:
+    def _split(
+        self, node: fx.Node, name: str, args: Args, parts: Sequence[torch.Tensor]
+    ) -> tuple[View, ...]:
         source = self.view(args[0])
         dim = self.arg(args[SPLITS[name]]) % len(self.sizes(source))
         start, found = 0, []
@@ -383,7 +390,7 @@ class Importer:
         args, schema = bound(node), node.target._schema  # pyright: ignore
         infos = [argument.alias_info for argument in schema.arguments]
         written = [arg for arg, info in zip(args, infos, strict=True) if info and info.is_write]
-        views: list[Any] = [view for arg in written for view in flatten(self.arg(arg))]
+        views: list[Value] = [view for arg in written for view in flatten(self.arg(arg))]
         if str(node.target) == "aten.copy_.default":
             self.copy_into(self.view(args[1]), views[0])
             return views[0]
@@ -534,16 +541,10 @@ def _opaque(node: fx.Node, name: str) -> tuple[str, str]:
             "Write it with a functional collective (torch.distributed._functional_collectives), or "
             'use torch.compile(..., backend="interlace"), which makes it one',
         )
-    if name.startswith("device_mesh."):
-        return (
-            "it takes a device mesh apart, as torch does where models were given equal meshes that "
-            "are not one and the same",
-            'Take the parts of a mesh once (tp = mesh["tp"]), and give all models that one',
-        )
     return (
-        "it holds another graph or calls back into Python, which a Program cannot",
-        "Move it out of the compiled function (torch.compiler.disable), or write it with plain "
-        "operators",
+        "it holds another graph, calls back into Python, or takes a device mesh apart",
+        "Move it out of the compiled function (torch.compiler.disable), write it with plain "
+        'operators, or take the parts of a mesh once (tp = mesh["tp"]) for all models',
     )
 
 
@@ -552,7 +553,7 @@ def import_graph(
     *,
     name: str = "main",
     teams: Teams | None = None,
-    values: Mapping[fx.Node, Any] | None = None,
+    values: Values | None = None,
     labels: Sequence[str] = (),
     sizes: Mapping[str, int] | None = None,
 ) -> Imported:

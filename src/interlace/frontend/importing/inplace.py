@@ -64,7 +64,7 @@ class InPlace:
 
     def _plan(self, target: fx.Node, final: fx.Node) -> None:
         chain: list[fx.Node] = []
-        node: Any = final.args[1]
+        node: object = final.args[1]
         while isinstance(node, fx.Node) and node is not target and _is_update(node):
             chain.append(node)
             node = node.args[0]
@@ -104,9 +104,9 @@ class InPlace:
         given = {arg for node in updates for arg in node.all_input_nodes if arg is not node.args[0]}
         return len(updates) == 1 or given.isdisjoint(views)
 
-    def _sink(self, imp: Importer, value: Any, target: View) -> None:
+    def _sink(self, imp: Importer, value: object, target: View) -> None:
         """Makes `target` hold what `value` stands for."""
-        if value in self.absorbed:
+        if isinstance(value, fx.Node) and value in self.absorbed:
             self._write(imp, value, target)
         else:
             imp.copy_into(imp.view(value), target)

@@ -66,7 +66,7 @@ def bound(node: fx.Node) -> list[Any]:
     return found
 
 
-def made(node: fx.Node, value: object) -> Any:
+def made(node: fx.Node, value: object) -> object:
     """The results that a node really makes: those that its `output_mask` leaves out are None."""
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
@@ -176,16 +176,13 @@ def location(node: fx.Node) -> Loc:
     return Loc(module, file, int(line))
 
 
-def raised_at(error: BaseException) -> str:
-    """The line of the user's code that led to an error, as `file:line`; else nothing."""
-    return users_line(traceback.extract_tb(error.__traceback__))
-
-
-def users_line(frames: traceback.StackSummary) -> str:
-    """The innermost line that is neither torch's nor ours, as `file:line`; else nothing."""
+def users_line(error: BaseException | None = None) -> str:
+    """The innermost line that is neither torch's nor ours, as `file:line`; else nothing: of what
+    led to an error, or to this call."""
+    frames = traceback.extract_tb(error.__traceback__) if error else traceback.extract_stack()
     lines = [(frame.filename, frame.lineno) for frame in frames]
-    mine = [line for line in lines if not line[0].startswith((_TORCH, _OWN, "<"))]
-    return "{}:{}".format(*mine[-1]) if mine else ""
+    outside = [line for line in lines if not line[0].startswith((_TORCH, _OWN, "<"))]
+    return "{}:{}".format(*outside[-1]) if outside else ""
 
 
 def module_path(path: str) -> str:
@@ -206,26 +203,18 @@ def unwrapped(path: str) -> str:
 def parameter_name(node: fx.Node, labels: Sequence[str]) -> str:
     """A name for an argument: the user's own where the tracer says which it is, else the node's.
 
-    `labels` are the names of the arguments that the graph had before AOTAutograd took it apart.
+    `labels` are the names of the arguments that the graph had before AOTAutograd took it apart,
+    which says of a placeholder what position it had there, or which parameter it was.
     """
-    found = argument(node)
-    if isinstance(found, str):
-        return found.replace(".", "_")
-    if found is not None and found < len(labels):
-        return labels[found] or node.name
-    return node.name
-
-
-def argument(node: fx.Node) -> int | str | None:
-    """Which argument a placeholder was before AOTAutograd: its position, or a parameter's name."""
     desc: Any = node.meta.get("desc")
     while hasattr(desc, "base"):
         desc = desc.base
     if hasattr(desc, "target"):
-        return str(desc.target)
-    index = getattr(desc, "idx", None)
-    plain = type(desc).__name__ == "PlainAOTInput" and isinstance(index, int)
-    return index if plain else None
+        return str(desc.target).replace(".", "_")
+    index = getattr(desc, "idx", None) if type(desc).__name__ == "PlainAOTInput" else None
+    if isinstance(index, int) and index < len(labels):
+        return labels[index] or node.name
+    return node.name
 
 
 def is_state(source: str) -> bool:
@@ -267,22 +256,21 @@ class _Recorder(fx.Interpreter):
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm, garbage_collect_values=False)
-        self.found: Values = {}
+        self.recorded: Values = {}
 
     def run_node(self, n: fx.Node) -> object:
         """The node's value, noted."""
-        value = self.found[n] = super().run_node(n)
+        value = self.recorded[n] = super().run_node(n)
         return value
 
 
 def complete(gm: fx.GraphModule) -> Values | None:
     """Every node's value as it was traced, where some have none noted; None where all have."""
-    unknown = [n for n in gm.graph.nodes if n.op == "call_function" and "val" not in n.meta]
-    if not unknown:
+    if all("val" in n.meta for n in gm.graph.nodes if n.op == "call_function"):
         return None
-    given = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
-    modes = [value.fake_mode for value in given if isinstance(value, FakeTensor)]
-    return _recorded(gm, modes[0] if modes else FakeTensorMode(), given)
+    fakes = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    modes = [value.fake_mode for value in fakes if isinstance(value, FakeTensor)]
+    return _recorded(gm, modes[0] if modes else FakeTensorMode(), fakes)
 
 
 def propagate(gm: fx.GraphModule, args: Sequence[object]) -> Values:
@@ -292,8 +280,8 @@ def propagate(gm: fx.GraphModule, args: Sequence[object]) -> Values:
     return _recorded(gm, mode, fakes)
 
 
-def _recorded(gm: fx.GraphModule, mode: FakeTensorMode, given: Sequence[object]) -> Values:
+def _recorded(gm: fx.GraphModule, mode: FakeTensorMode, fakes: Sequence[object]) -> Values:
     recorder = _Recorder(gm)
     with mode, torch.no_grad():
-        recorder.run(*given, enable_io_processing=False)
-    return recorder.found
+        recorder.run(*fakes, enable_io_processing=False)
+    return recorder.recorded

@@ -5,8 +5,8 @@
         sizes_of(fake)                            # (s77, 256)
 
 TorchDynamo and AOTAutograd write sizes as sympy expressions of symbols, `FloorDiv` and others; what
-is no polynomial for a whole class of sizes is a `SizeError`, and the graph is imported for the very
-sizes of each call.
+is no polynomial for a whole class of sizes is a `SizeError`. Then a graph that communicates is
+imported for the very sizes of each call, and one that does not runs as it was traced.
 """
 
 from __future__ import annotations

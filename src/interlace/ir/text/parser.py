@@ -16,7 +16,6 @@ sizes and what is assumed of them; its regions.
 from __future__ import annotations
 
 import ast
-import re
 import sys
 import warnings
 from collections.abc import Collection, Sequence
@@ -31,7 +30,6 @@ from interlace.ir.roles import (
     INTEGER,
     INTEGERS,
     MODIFIERS,
-    NAME,
     SIZE,
     STRING,
     Declaration,
@@ -46,19 +44,13 @@ from interlace.ir.roles import (
 )
 from interlace.ir.sizes import Fact, Known, NamedSize, Size, SizeClass
 from interlace.ir.text.spelling import did_you_mean, excerpt, lines_of
-from interlace.ir.types import MAX_RANKS, Buffer, Table, Team, even_parts, team_sizes
+from interlace.ir.types import Buffer, Table, Team, even_parts, team_sizes
 from interlace.strategies import REPLACED
 
 MAX_TEXT = 1 << 24
 """Characters of a text: some 100,000 ops."""
-TOO_LONG = "an integer of more than 64 bits"
-_LONG = re.compile(r"\d\w{16}")
-"""Start of every integer of more than 64 bits, as it has 17 digits or more."""
-TEAM_MODIFIERS = {
-    **{"over": Signature(rest=True), "on": Signature(rest=True)},
-    "named": MODIFIERS["named"],
-}
-_SITE, _REMARK, _ALLOC, _NODE = map(form_of, (Site, Remark, Alloc, Node))
+TEAM_MODIFIERS = {"on": Signature(rest=True), "named": MODIFIERS["named"]}
+_SITE, _REMARK, _ALLOC, _NODE, _TABLE = map(form_of, (Site, Remark, Alloc, Node, Table))
 _STATEMENTS = ("ranks", "rank", "assume", "site", "remark")
 _NESTED = "programs and regions are nested too deeply, or an expression is too long"
 
@@ -82,9 +74,7 @@ def parse_set(text: str, *, file: str = "<text>") -> tuple[Program, ...]:
     source = SourceText(text, file)
     tree = source.tree()
     try:
-        programs = [
-            _program(source, node) for i, node in enumerate(tree.body) if not _is_doc(i, node)
-        ]
+        programs = [_program(source, node) for node in _statements(tree.body)]
     except RecursionError:
         raise source.error(None, _NESTED, "give the text of a schedule") from None
     if not programs:
@@ -100,7 +90,8 @@ def _program(source: SourceText, node: ast.stmt) -> Program:
         )
     name = _decorated(source, node, "named")
     parameters = _parameters(source, node)
-    teams, sizes = _teams(source, parameters), _named_sizes(source, parameters)
+    teams = tuple([_team(source, arg) for arg in parameters if _is_a("Team", arg)])
+    sizes = _named_sizes(source, parameters)
     return _ProgramParser(source, name, teams, sizes).parse(node)
 
 
@@ -145,16 +136,6 @@ class SourceText:
             raise self.error_at(
                 1, None, 1, f"more than {MAX_TEXT} characters", "write several files"
             )
-        tree = self._read()
-        if _LONG.search(self.text) is None:  # walking a whole tree takes as long as reading it
-            return tree
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, int):
-                if node.value >= 1 << 64:
-                    raise self.error(node, TOO_LONG, "write a smaller number")
-        return tree
-
-    def _read(self) -> ast.Module:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # such as an unknown escape in a string
@@ -162,7 +143,8 @@ class SourceText:
         except SyntaxError as error:
             line = min(max(error.lineno or 1, 1), len(self.lines))
             if f"({sys.get_int_max_str_digits()} digits)" in error.msg:  # Python reads no more
-                raise self.error_at(line, None, 1, TOO_LONG, "write a smaller number") from None
+                what = "an integer of more than 64 bits"
+                raise self.error_at(line, None, 1, what, "write a smaller number") from None
             raise self.error_at(
                 line,
                 min(error.offset, len(self.lines[line - 1]) + 1) if error.offset else None,
@@ -341,13 +323,11 @@ class _ProgramParser(Reader):
             for arg in node.args.args
             if not (_is_a("Team", arg) or _is_a("Size", arg))
         ]
-        for place, statement in enumerate(node.body):
-            if not _is_doc(place, statement):
-                self.statement(statement)
-                if isinstance(statement, ast.Return) and statement is not node.body[-1]:
-                    raise self.source.error(
-                        node.body[place + 1], "statements after `return`", "put `return` last"
-                    )
+        for statement in _statements(node.body):
+            if self.results is not None:
+                what = "statements after `return`"
+                raise self.source.error(statement, what, "put `return` last")
+            self.statement(statement)
         for divided, quotient in self.quotients:
             _assume_whole(self, self.assumed, divided, quotient)
         return replace(
@@ -419,10 +399,7 @@ class _ProgramParser(Reader):
             declared = {"name": name, "kind": "fresh" if word == "empty" else "local"}
             self.ops.append(self.make(_ALLOC, args, **declared, **self.common(args, "main")))
         elif word == "table":
-            signature = Signature(("team",), (), ("team",), rest=True)
-            args = self.bind(call, word, signature)
-            values = tuple([SIZE.read(self, each) for each in args.rest])
-            self.tables.append(Table(name, NAME.read(self, args["team"]), values))
+            self.tables.append(self.make(_TABLE, self.arguments(_TABLE, call), name=name))
         else:
             if word in self.words:
                 fix = "an op stands after a stream, such as main: copy(x, y)"
@@ -436,9 +413,6 @@ class _ProgramParser(Reader):
             case "ranks":
                 args = self.bind(call, word, Signature(rest=True))
                 self.ranks = tuple([INTEGER.read(self, each) for each in args.rest])
-                if len(self.ranks) > MAX_RANKS:
-                    what = f"a world of {len(self.ranks)} ranks"
-                    raise self.source.error(node, what, f"give it {MAX_RANKS} ranks at most")
             case "rank":
                 args = self.bind(call, word, Signature(("rank",), (), ("rank",)))
                 self.rank = INTEGER.read(self, args["rank"])
@@ -469,28 +443,11 @@ def _is_a(word: str, arg: ast.arg) -> bool:
     return isinstance(head, ast.Name) and head.id == word
 
 
-def _teams(source: SourceText, args: Sequence[ast.arg]) -> tuple[Team, ...]:
-    """The teams that parameters declare; together they span no more ranks than a world may have."""
-    found: list[Team] = []
-    world = 1
-    for arg in args:
-        if not _is_a("Team", arg):
-            continue
-        team = _team(source, arg)
-        found.append(team)
-        count = team.size if team.groups is None else sum(map(len, team.groups))
-        world *= abs(team.size) if team.groups is None else 1
-        if max(world, count) > MAX_RANKS:
-            what = f"a world of {max(world, count)} ranks"
-            raise source.error(arg, what, f"give it {MAX_RANKS} ranks at most")
-    return tuple(found)
-
-
 def _team(source: SourceText, arg: ast.arg) -> Team:
     """The team that a parameter declares."""
     reader = Reader(source, ())
     node, name = arg.annotation, arg.arg
-    found: dict[str, tuple[tuple[int, ...], ...]] = {}
+    hosts: tuple[tuple[int, ...], ...] | None = None
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         word = node.func.attr
         if word not in TEAM_MODIFIERS:
@@ -500,20 +457,16 @@ def _team(source: SourceText, arg: ast.arg) -> Team:
         if word == "named":
             name = STRING.read(reader, bound["name"])
         else:
-            such = f".{word}([0, 1], [2, 3])"
-            found[word] = tuple([INTEGERS.read(reader, part, such) for part in bound.rest])
+            such = ".on([0, 1], [2, 3])"
+            hosts = tuple([INTEGERS.read(reader, part, such) for part in bound.rest])
         node = node.func.value
     if not isinstance(node, ast.Subscript):
         fix = "write Team[4] for a mesh axis, or Team[[0, 1], [2, 3]], on hosts with .on([0], [1])"
         raise source.error(arg, "a team without a size", fix)
-    hosts, groups = found.get("on"), found.get("over")
     listed = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    if groups is not None or not isinstance(listed[0] if listed else None, ast.List):
-        return Team(name, INTEGER.read(reader, node.slice), groups, hosts)
+    if not isinstance(listed[0] if listed else None, ast.List):
+        return Team(name, INTEGER.read(reader, node.slice), hosts=hosts)
     groups = tuple([INTEGERS.read(reader, group) for group in listed])
-    if len({len(group) for group in groups}) != 1:
-        fix = "every instance of a team has as many ranks"
-        raise source.error(node, "groups of different sizes", fix)
     return Team(name, len(groups[0]), groups, hosts)
 
 
@@ -563,14 +516,13 @@ def _assume_whole(reader: Reader, known: Known, node: ast.expr, quotient: Size) 
         raise reader.fail(node, f"{quotient} is no whole number for the sizes in the head", _WHOLE)
 
 
-def _is_doc(place: int, node: ast.stmt) -> bool:
-    """True if a statement is the text that may stand first in a file, a Program or a region."""
-    return (
-        place == 0
-        and isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
+def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
+    """The statements without the text that may stand first in a file, a Program or a region."""
+    match body:
+        case [ast.Expr(value=ast.Constant(value=str())), *rest]:
+            return rest
+        case _:
+            return body
 
 
 def _decorated(source: SourceText, node: ast.FunctionDef, word: str) -> str:
@@ -617,9 +569,7 @@ def _region(source: SourceText, node: ast.FunctionDef, teams: Sequence[Team]) ->
     )
     body: list[Node] = []
     outputs: tuple[str, ...] | None = None
-    for place, statement in enumerate(node.body):
-        if _is_doc(place, statement):
-            continue
+    for statement in _statements(node.body):
         if outputs is not None:
             raise source.error(statement, "statements after `return`", "put it last")
         if isinstance(statement, ast.Return):
@@ -656,13 +606,10 @@ def _node(source: SourceText, reader: Reader, statement: ast.stmt) -> Node:
     outs = tuple(_value(reader, target) for target in targets)
     fn = _dotted(call.func)
     if fn is None:
-        fix = 'write aten.mul.Tensor(...), or call("name", ...)'
+        fix = "write aten.mul.Tensor(...)"
         raise source.error(call.func, "expected the name of an operator", fix)
-    positional = ("fn",) if fn == "call" else ()
-    signature = Signature(positional, ("kwargs",), positional, rest=True, any_keyword=True)
+    signature = Signature(keywords=("kwargs",), rest=True, any_keyword=True)
     args = Arguments(source, call, fn, signature)
-    if fn == "call":
-        fn = STRING.read(reader, args["fn"])
     return reader.make(_NODE, args, outs=outs, fn=fn)
 
 

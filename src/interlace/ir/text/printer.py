@@ -22,13 +22,12 @@ from interlace.ir.text.spelling import (
     accessor,
     flat,
     layout,
-    name_or_string,
     plain,
     prefixed,
     quote,
     real_name,
 )
-from interlace.ir.types import Buffer, Team, even_parts, team_sizes
+from interlace.ir.types import Buffer, Table, Team, even_parts, team_sizes
 from interlace.ir.view import Step, View
 
 Tag = tuple[str, int]
@@ -87,7 +86,9 @@ class Printer:
         word, items = self.call(op)
         return TextBlock(f"{word}(", items + self.common(op, within), ")")
 
-    def call(self, thing: Op | Node | Site | Remark | Step | FusedKernel) -> tuple[str, list[Item]]:
+    def call(
+        self, thing: Op | Node | Site | Remark | Table | Step | FusedKernel
+    ) -> tuple[str, list[Item]]:
         """The word and the arguments that a dataclass is written with."""
         form = form_of(type(thing)).of(thing)
         items: list[Item] = []
@@ -103,11 +104,9 @@ class Printer:
         return form.word, items
 
     def common(self, op: Op, within: Op | None = None) -> list[Item]:
-        """Site and location, and inside another op the stream, where they differ from its own."""
+        """Site and location, where they differ from those of the op around it."""
         around = within.loc if within is not None else Loc()
         items: list[Item] = []
-        if within is not None and op.stream != within.stream:
-            items.append(f"stream={quote(op.stream)}")
         if op.site != (within.site if within else None):
             items.append(f"site={op.site}")
         if (op.loc.module or around.module) and op.loc != around:
@@ -128,11 +127,8 @@ class Printer:
 
     def node(self, node: Node, head: str) -> TextBlock:
         """A call in a region's body, after its targets."""
-        dotted = all(plain(part) for part in node.fn.split("."))
         _, items = self.call(node)
-        if dotted and node.fn != "call":
-            return TextBlock(f"{head}{node.fn}(", items, ")")
-        return TextBlock(f"{head}call(", [quote(node.fn), *items], ")")
+        return TextBlock(f"{head}{node.fn}(", items, ")")
 
 
 class _ProgramPrinter(Printer):
@@ -152,9 +148,8 @@ class _ProgramPrinter(Printer):
         if assumed := program.sizes.assumptions():
             self.line("assume", assumed, ("ranks", 0))
         for i, table in enumerate(program.tables):
-            target = accessor("table", table.name)
-            values = [name_or_string(table.team), *map(str, table.values)]
-            self.line(f"{target} = table", values, ("table", i))
+            _, items = self.call(table)
+            self.line(f"{accessor('table', table.name)} = table", items, ("table", i))
         for i, site in enumerate(program.sites):
             self.line(*self.call(site), ("site", i))
         for i, remark in enumerate(program.remarks):
@@ -187,13 +182,7 @@ class _ProgramPrinter(Printer):
 
     def team_parameter(self, i: int, team: Team) -> str:
         name, suffix = (team.name, "") if plain(team.name) else (f"team_{i}", real_name(team.name))
-        groups = team.groups
-        if groups is None:
-            kind = f"Team[{team.size}]"
-        elif groups and all(len(group) == team.size for group in groups):
-            kind = f"Team[{_lists(groups)}]"
-        else:
-            kind = f"Team[{team.size}].over({_lists(groups)})"
+        kind = f"Team[{team.size if team.groups is None else _lists(team.groups)}]"
         if team.hosts is not None:
             kind += f".on({_lists(team.hosts)})"
         return f"{name}: {kind}{suffix}"
@@ -201,8 +190,8 @@ class _ProgramPrinter(Printer):
     def parameter(self, i: int, buffer: Buffer) -> str:
         name = buffer.name if plain(buffer.name) else f"param_{i}"
         if buffer.kind == "output":
-            return f"{name}: out[{write_type(self, buffer, 'output', name)}]"
-        return f"{name}: {write_type(self, buffer, 'input', name)}"
+            return f"{name}: out[{write_type(self, buffer, name)}]"
+        return f"{name}: {write_type(self, buffer, name)}"
 
     def returned(self, results: tuple[Arg, ...]) -> Item:
         items = [ARG.write(self, result) for result in results]

@@ -45,6 +45,7 @@ from interlace.frontend.calling.arguments import Imported
 from interlace.frontend.compiled_graph import MOST_CAPTURED
 from interlace.nn.parallel.serial import LinearLayer, name_of, serial
 from interlace.options import Options
+from interlace.runtime.prepare.agreement import numbers_of_ranks
 
 
 class Programs:
@@ -148,7 +149,7 @@ def known(
     limit, team = limit_s(options.timeout_s, [group]), own.team
     given = ", ".join(f"bias[{i}]" for i, biased in enumerate(layer.biased) if biased)
     what = f"{name_of(layer)} with {given or 'no bias'}"
-    asked = team.exchange(_digest(layer, options), what, limit)
+    asked = numbers_of_ranks(team, _digest(layer, options), what, limit)
     name = f"of weight {team.control.asked}" if team.is_set_up else "of the first weight"
     now = KnownWeight(asked if len({*asked}) > 1 else (), name)
     if len(own.known) >= own.room:

@@ -9,11 +9,11 @@ needs row i of its operands belongs to the cone; the rest are operands, there be
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from interlace.errors import ProgramError
-from interlace.ir import Arg, Call, Op, View
+from interlace.ir import Arg, Call, View
 from interlace.ir.operators import by_data, is_kind, matmul_of
 from interlace.ir.sizes import Int
 from interlace.passes.sites.rows import Refused
@@ -36,17 +36,13 @@ class Cone:
     """Number of stacks of rows, each times a matrix of its own; 0: one matrix for all rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """The rows of a matmul, and its stacks."""
-
-    rows: Int
-    stacks: Int = 0
+_Shape = tuple[Int, Int]
+"""The rows of a matmul, and its stacks (0: one matrix for all rows)."""
 
 
-def result_of(op: Op) -> View | None:
+def result_of(op: Call) -> View | None:
     """The one whole buffer that a call makes."""
-    if isinstance(op, Call) and not op.draws and not op.written:
+    if not op.draws and not op.written:
         if len(op.fresh) == 1 and not op.outs:
             return View(op.fresh[0].name)
         if len(op.outs) == 1 and not op.fresh and op.outs[0].covers_buffer:
@@ -54,7 +50,7 @@ def result_of(op: Op) -> View | None:
     return None
 
 
-def made_by(op: Op) -> View:
+def made_by(op: Call) -> View:
     """The buffer that a call of a site makes."""
     found = result_of(op)
     assert found is not None, op
@@ -68,7 +64,6 @@ def cone_of(
 
     `batched` also takes matmuls of several stacks.
     """
-    found: dict[int, Call] = {}
     shape = _find_rows(values, value, taken, set(), batched)
     if shape is None:
         made = values.maker(value)
@@ -80,17 +75,16 @@ def cone_of(
         raise Refused(f"{what}, {kind}, makes its rows")
     kept_out = set(taken)
     while True:
-        found.clear()
+        found: dict[int, Call] = {}
         _collect(values, value, shape, kept_out, found)
-        results = {out.buffer: i for i, op in found.items() if (out := result_of(op)) is not None}
+        results = {made_by(op).buffer: i for i, op in found.items()}
         needed_whole = {results[name] for name in _needed_whole(values, found) if name in results}
         if not needed_whole:
             break
         kept_out |= needed_whole
     if value not in results:
         raise Refused("its matmuls depend on one another's whole results")
-    ops = tuple(sorted(found))
-    known = {*ops, *inside}
+    known = {*found, *inside}
     used = frozenset(
         name
         for name in results
@@ -98,9 +92,9 @@ def cone_of(
     )
     lhs = [values.box(lhs_of(op)) for op in found.values() if matmul_of(op.fn)]
     transposed = all(box.strides[-2] == 1 and box.strides[-1] > 1 for box in lhs)
-    rows = shape.rows
-    width = values.box(View(value)).numel // rows if rows else values.box(View(value)).sizes[-1]
-    return Cone(value, rows, width, ops, used, transposed, shape.stacks)
+    (rows, stacks), box = shape, values.box(View(value))
+    width = box.numel // rows if rows else box.sizes[-1]
+    return Cone(value, rows, width, tuple(sorted(found)), used, transposed, stacks)
 
 
 def lhs_of(op: Call) -> View:
@@ -125,33 +119,26 @@ def operands(op: Call) -> tuple[Arg, ...]:
     return (*op.args, *(value for _, value in op.kwargs))
 
 
-def _matmul_shape(values: Dataflow, op: Op) -> _Shape | None:
+def _matmul_shape(values: Dataflow, op: Call) -> _Shape | None:
     """The rows of a call that is a matmul."""
-    matmul = matmul_of(op.fn) if isinstance(op, Call) else None
-    if not isinstance(op, Call) or matmul is None or result_of(op) is None or blocks_of(op) > 1:
-        return None
-    lhs = op.args[matmul.lhs]
-    if not isinstance(lhs, View):
+    matmul = matmul_of(op.fn)
+    lhs = op.args[matmul.lhs] if matmul is not None else None
+    if matmul is None or not isinstance(lhs, View) or blocks_of(op) > 1:
         return None
     sizes = values.box(lhs).sizes
     if len(sizes) != (3 if matmul.batched else 2) or not sizes[-1]:
         return None
-    return _Shape(sizes[0] * sizes[1], sizes[0]) if matmul.batched else _Shape(sizes[0])
+    return (sizes[0] * sizes[1], sizes[0]) if matmul.batched else (sizes[0], 0)
 
 
-def _is_rowwise(values: Dataflow, op: Op, shape: _Shape) -> bool:
+def _is_rowwise(values: Dataflow, op: Call, shape: _Shape) -> bool:
     """True if an op is a pointwise call or a cast that can be cut into chunks of such rows."""
-    out = result_of(op)
-    if not isinstance(op, Call) or out is None or not is_kind(op.fn, "pointwise", "cast"):
-        return False
-    if not values.whole(out):
+    out = made_by(op)
+    if not is_kind(op.fn, "pointwise", "cast") or not values.whole(out):
         return False
     sizes = values.box(out).sizes
-    return all(
-        operand_kind(values, view, sizes, shape.rows, shape.stacks) is not None
-        for arg in operands(op)
-        if isinstance(view := arg, View)
-    )
+    views = (arg for arg in operands(op) if isinstance(arg, View))
+    return all(operand_kind(values, view, sizes, *shape) is not None for view in views)
 
 
 def operand_kind(
@@ -204,38 +191,43 @@ def _needed_whole(values: Dataflow, found: dict[int, Call]) -> Iterable[str]:
         yield from (view.buffer for view in op.views() if view not in cut)
 
 
+def _made(values: Dataflow, name: str, taken: Container[int]) -> tuple[int, Call] | None:
+    """The call that makes all of a value, and nothing else, unless it is taken."""
+    index, _ = values.maker(name) or (-1, None)
+    call = values.calls.get(index) if index not in taken else None
+    return None if call is None or result_of(call) is None else (index, call)
+
+
 def _find_rows(
     values: Dataflow, name: str, taken: set[int], seen: set[str], batched: bool
 ) -> _Shape | None:
     """The rows of the first matmul behind a value."""
-    made = values.maker(name)
-    if made is None or made[0] in taken or name in seen:
+    made = _made(values, name, taken)
+    if made is None or name in seen:
         return None
     seen.add(name)
-    op = made[1]
+    _, op = made
     shape = _matmul_shape(values, op)
     if shape is not None:
-        return shape if batched or not shape.stacks else None
-    if isinstance(op, Call) and is_kind(op.fn, "pointwise", "cast") and result_of(op) is not None:
-        for view in _inner(values, op):
-            shape = _find_rows(values, view.buffer, taken, seen, batched)
-            if shape is not None and _is_rowwise(values, op, shape):
-                return shape
+        return shape if batched or not shape[1] else None
+    for view in _inner(values, op) if is_kind(op.fn, "pointwise", "cast") else ():
+        shape = _find_rows(values, view.buffer, taken, seen, batched)
+        if shape is not None and _is_rowwise(values, op, shape):
+            return shape
     return None
 
 
 def _collect(
     values: Dataflow, name: str, shape: _Shape, taken: set[int], found: dict[int, Call]
 ) -> None:
-    made = values.maker(name)
-    if made is None or made[0] in taken or made[0] in found:
+    """Adds the calls behind a value that have the same rows."""
+    made = _made(values, name, taken)
+    if made is None or made[0] in found:
         return
-    op = values.calls.get(made[0])
-    if op is None:
-        return
+    index, op = made
     if _matmul_shape(values, op) == shape:
-        found[made[0]] = op
+        found[index] = op
     elif _is_rowwise(values, op, shape):
-        found[made[0]] = op
+        found[index] = op
         for view in _inner(values, op):
             _collect(values, view.buffer, shape, taken, found)

@@ -4,7 +4,7 @@ By meaning, not by spelling: `Dataflow` follows the rows through views and data 
 `rows.py` says how they are dealt to the ranks. What is no site is refused with a reason.
 
     >>> recognise(values, 2, program.ops[2], taken=set())
-    GatherSite(collective=2, layout=RowLayout(batch=1, rows=(3, 3), pitch=(3, 3)), width=8, ...)
+    GatherSite(collective=2, ..., layout=RowLayout(batch=1, rows=(3, 3), pitch=(3, 3)), ...)
 """
 
 from __future__ import annotations
@@ -29,45 +29,40 @@ from interlace.passes.sites.values import Dataflow
 
 
 @dataclass(frozen=True, slots=True)
-class GatherSite:
-    """An all-gather, or an all-to-all, and the matmuls that take its rows."""
+class CutSite:
+    """A collective whose matmuls are cut into chunks of rows."""
 
     collective: int
+    op: Collective
     layout: RowLayout
-    width: Int
-    matmuls: tuple[int, ...]
     moves: tuple[int, ...]
-    """Ops that only put the gathered rows in order, for these matmuls alone."""
+    """Ops that only put the rows in order, for this site alone."""
     kept: tuple[int, ...]
     """Ops that do so for others as well: the site no longer needs them."""
-    whole: bool
-    """True if other ops use the gathered tensor too, or it leaves the Program."""
     declared: tuple[int, ...]
+    calls: tuple[int, ...]
+    """The computation that is cut into chunks."""
 
     @property
     def ops(self) -> tuple[int, ...]:
         """All its ops."""
-        found = (self.collective, *self.matmuls, *self.moves, *self.declared)
-        return tuple(sorted(found))
+        return tuple(sorted((self.collective, *self.calls, *self.moves, *self.declared)))
 
 
 @dataclass(frozen=True, slots=True)
-class ScatterSite:
+class GatherSite(CutSite):
+    """An all-gather, or an all-to-all, and the matmuls that take its rows."""
+
+    width: Int
+    whole: bool
+    """True if other ops use the gathered tensor too, or it leaves the Program."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterSite(CutSite):
     """Matmuls, row by row what follows them, and the reduction or the all-to-all of the result."""
 
-    collective: int
-    layout: RowLayout
     cone: Cone
-    moves: tuple[int, ...]
-    """Ops that only put the rows in order for the collective."""
-    kept: tuple[int, ...]
-    """Ops that do so for others as well: the site no longer needs them."""
-    declared: tuple[int, ...]
-
-    @property
-    def ops(self) -> tuple[int, ...]:
-        """All its ops."""
-        return tuple(sorted((self.collective, *self.cone.ops, *self.moves, *self.declared)))
 
 
 MatmulSite = GatherSite | ScatterSite
@@ -118,7 +113,7 @@ def _exchange(values: Dataflow, i: int, op: Collective, taken: set[int]) -> Matm
 
 def _declared(values: Dataflow, name: str, calls: Sequence[int]) -> tuple[int, ...]:
     """The Allocs of a buffer and of what calls make."""
-    outs = [result_of(values.program.ops[j]) for j in calls]
+    outs = [result_of(values.calls[j]) for j in calls]
     names = [name, *[out.buffer for out in outs if out is not None]]
     return tuple([values.allocs[n] for n in names if n in values.allocs])
 
@@ -157,8 +152,8 @@ def _gather(values: Dataflow, i: int, op: Collective, taken: set[int]) -> Gather
     whole = bool(others) or values.leaves(name)
     layout, width = shape
     kept = tuple(sorted(set(moved.values()) - set(moves)))
-    declared = _declared(values, name, accepted)
-    return GatherSite(i, layout, width, tuple(accepted), moves, kept, whole, declared)
+    declared, calls = _declared(values, name, accepted), tuple(accepted)
+    return GatherSite(i, op, layout, moves, kept, declared, calls, width=width, whole=whole)
 
 
 def parts_of(values: Dataflow, op: Collective, whole: View) -> tuple[Int, ...]:
@@ -167,8 +162,8 @@ def parts_of(values: Dataflow, op: Collective, whole: View) -> tuple[Int, ...]:
     if op.splits is None:
         return (box.nbytes // team.size,) * team.size
     table = next(t for t in values.program.tables if t.name == op.splits)
-    row = box.nbytes // max(sum(table.values), 1)
-    return tuple([rows * row for rows in table.values])
+    row_bytes = box.nbytes // max(sum(table.values), 1)
+    return tuple([rows * row_bytes for rows in table.values])
 
 
 def uses_of(values: Dataflow, name: str) -> tuple[list[int], set[str]]:
@@ -220,8 +215,8 @@ def _rows_of(
     if len(box.sizes) != (3 if matmul.batched else 2) or box.sizes[-1] == 0:
         raise Refused(f"{call.fn} contracts over nothing")
     width = box.sizes[-1]
-    row = width * box.dtype.itemsize
-    layout = gather_layout(values.contents(lhs, name, origin, row), row, shards, what)
+    row_bytes = width * box.dtype.itemsize
+    layout = gather_layout(values.contents(lhs, name, origin, row_bytes), row_bytes, shards, what)
     _check_stacks(layout, box.sizes[0] if matmul.batched else 0)
     blocks, even = blocks_of(call), not layout.padded and len(set(layout.rows)) == 1
     if blocks > 1 and not (even and blocks == layout.batch * len(layout.rows)):
@@ -274,21 +269,22 @@ def _scatter(values: Dataflow, i: int, op: Collective, taken: set[int]) -> Scatt
     if box.dtype != values.buffers[root].dtype or not values.whole(View(root)):
         does = "sends" if exchange else "reduces"
         raise Refused(f"it {does} other bytes than the matmul's rows")
-    row = cone.width * box.dtype.itemsize
-    if not row:
+    row_bytes = cone.width * box.dtype.itemsize
+    if not row_bytes:
         raise Refused("its matmul's rows have no columns")
     total = cone.rows
-    origin = (ByteRun(0, total * row, 0, 0),) if total * row else ()
-    contents = values.contents(op.src, root, origin, 0 if op.kind == "all_reduce" else row)
+    nbytes = total * row_bytes
+    origin = (ByteRun(0, nbytes, 0, 0),) if nbytes else ()
+    contents = values.contents(op.src, root, origin, 0 if op.kind == "all_reduce" else row_bytes)
     team = values.program.team(op.team)
     if op.kind == "all_reduce":
-        if contents not in ((ByteRun(0, total * row, 0, 0),), ()) or box.nbytes != total * row:
+        if contents not in ((ByteRun(0, nbytes, 0, 0),), ()) or box.nbytes != nbytes:
             raise Refused("it reduces the matmul's rows in another order, or not all of them")
         with supposing():  # who cuts it into these notes them; a serial one needs no remainder
             rows = balanced_sizes(total, team.size)
         layout = RowLayout(1, rows, rows)
     else:
-        layout = scatter_layout(contents, row, parts_of(values, op, op.src), total)
+        layout = scatter_layout(contents, row_bytes, parts_of(values, op, op.src), total)
         _check_stacks(layout, cone.stacks)
     declared = _declared(values, op.dst.buffer, cone.ops)
-    return ScatterSite(i, layout, cone, moves, kept, declared)
+    return ScatterSite(i, op, layout, moves, kept, declared, cone.ops, cone=cone)

@@ -75,10 +75,10 @@ def join(pieces: Iterable[ByteRun]) -> Contents:
     return tuple(joined(pieces))
 
 
-def whole_rows(runs: Iterable[ByteRun], row: Int) -> Iterator[ByteRun]:
-    """The runs, or Refused at the first that cuts a row of `row` bytes."""
+def whole_rows(runs: Iterable[ByteRun], row_bytes: Int) -> Iterator[ByteRun]:
+    """The runs, or Refused at the first that cuts a row of `row_bytes` bytes."""
     for run in runs:
-        if run.length % row or run.offset % row:
+        if run.length % row_bytes or run.offset % row_bytes:
             raise Refused(COLUMNS)
         yield run
 
@@ -123,14 +123,14 @@ def _stretches(box: Box) -> tuple[Int, list[tuple[Int, Int]]]:
 
 
 @cached(32)
-def seen(buffer: Contents, box: Box, row: Int = 0) -> Contents:
+def seen(buffer: Contents, box: Box, row_bytes: Int = 0) -> Contents:
     """The contents of a view, from those of its buffer (in storage order).
 
-    With `row`, the view is a matrix of rows of so many bytes: Refused at the first run that cuts
-    one, so that a transposed matrix need not be walked element by element.
+    With `row_bytes`, the view is a matrix of rows of so many bytes: Refused at the first run that
+    cuts one, so that a transposed matrix need not be walked element by element.
     """
     # Else stretches of a view hardly join but where a run of the buffer ends (or in zeros).
-    if not row and box.numel and box.numel // _stretches(box)[0] - len(buffer) > MAX_RUNS:
+    if not row_bytes and box.numel and box.numel // _stretches(box)[0] - len(buffer) > MAX_RUNS:
         if all(run.source != PAD for run in buffer):
             raise Refused(TOO_FINE)
     starts = [run.start for run in buffer]
@@ -146,7 +146,7 @@ def seen(buffer: Contents, box: Box, row: Int = 0) -> Contents:
 
     if not buffer:
         return ()
-    return tuple(whole_rows(joined(pieces()), row)) if row else join(pieces())
+    return tuple(whole_rows(joined(pieces()), row_bytes)) if row_bytes else join(pieces())
 
 
 def stored(value: Contents, box: Box) -> Contents:

@@ -4,7 +4,7 @@ A buffer is a value where one op makes all of it; views and data movement (cat, 
 ...) are looked through down to a root:
 
     >>> values = Dataflow(program, rank=0)
-    >>> values.contents(View("t3").view(8, 4), "gathered", root_contents, row=16)
+    >>> values.contents(View("t3").view(8, 4), "gathered", root_contents, row_bytes=16)
     (ByteRun(start=0, length=64, source=0, offset=0), ...)
 """
 
@@ -13,21 +13,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from interlace.ir import Alloc, Arg, Box, Buffer, Call, Copy, Op, Program, View, views_in
+from interlace.ir import Arg, Box, Copy, Op, Program, View
 from interlace.ir.operators import is_kind
-from interlace.ir.overlap import rank_dependent, touched_by
+from interlace.ir.overlap import rank_dependent
 from interlace.ir.sizes import Int
 from interlace.ir.types import TableEntry
 from interlace.passes.sites.rows import Contents, Refused, concatenated, padded, seen, stored
 from interlace.passes.strategies.emitter import Names
+from interlace.passes.uses import Uses
+
+CAT, PADS = "aten.cat.default", "aten.constant_pad_nd.default"
 
 
-class Dataflow:
+class Dataflow(Uses):
     """The values of a Program as one rank sees them."""
 
     def __init__(self, program: Program, rank: int) -> None:
-        self.program = program
-        self.buffers: dict[str, Buffer] = program.buffers()
+        super().__init__(program)
         self._box = program.boxes(rank)
         self._uneven = {
             name
@@ -36,20 +38,6 @@ class Dataflow:
         }
         self.ranked = False
         """True once a box was asked for that may be another one on another rank."""
-        self.makers: dict[str, list[int]] = {}
-        self.users: dict[str, list[int]] = {}
-        self.allocs: dict[str, int] = {}
-        self.touched = touched_by(program)
-        self.calls, self.collectives = program.calls(), program.collectives()
-        for i, op in enumerate(program.ops):
-            if isinstance(op, Alloc):
-                self.allocs[op.buffer.name] = i
-            for known, accesses in zip((self.users, self.makers), self.touched[i], strict=True):
-                for access in accesses:
-                    listed = known.setdefault(access.view.buffer, [])
-                    if not listed or listed[-1] != i:
-                        listed.append(i)
-        self.returned = {v.buffer for arg in program.returned() for v in views_in(arg)}
 
     @cached_property
     def names(self) -> Names:
@@ -84,22 +72,19 @@ class Dataflow:
 
     def moved(self, name: str) -> tuple[View, ...] | None:
         """The views whose elements a buffer holds in another order, if an op did only that."""
-        made = self.maker(name)
-        if made is None:
-            return None
-        match made[1]:
-            case Copy(src=src, dst=dst) if dst.covers_buffer and self._alike(src, dst):
-                return (src,)
-            case Call(fn="aten.cat.default", args=(tuple() as parts, *_), fresh=(_,)):
-                return tuple(v for v in parts if isinstance(v, View))
-            case Call(fn=fn, args=args, fresh=(_,)) if is_kind(fn, "movement"):
-                filled = fn == "aten.constant_pad_nd.default" and len(args) > 2 and args[2] != 0
-                return None if filled else _first_view(args)
-            case _:
+        index, op = self.maker(name) or (-1, None)
+        call = self.calls.get(index)
+        if call is None:
+            if not (isinstance(op, Copy) and op.dst.covers_buffer):
                 return None
-
-    def _alike(self, one: View, other: View) -> bool:
-        return self.box(one).dtype == self.box(other).dtype
+            return (op.src,) if self.box(op.src).dtype == self.box(op.dst).dtype else None
+        first = call.args[0] if call.args else None
+        filled = call.fn == PADS and len(call.args) > 2 and call.args[2] != 0
+        if not is_kind(call.fn, "movement") or len(call.fresh) != 1 or filled:
+            return None
+        if call.fn == CAT and isinstance(first, tuple):
+            return tuple([part for part in first if isinstance(part, View)])
+        return (first,) if isinstance(first, View) else None
 
     def root(self, name: str) -> str:
         """The buffer that this one's elements come from; itself where an op computed them."""
@@ -122,53 +107,47 @@ class Dataflow:
                 stack += [view.buffer for view in self.moved(current) or ()]
         return found
 
-    def contents(self, view: View, root: str, origin: Contents, row: Int) -> Contents:
+    def contents(self, view: View, root: str, origin: Contents, row_bytes: Int) -> Contents:
         """The contents of a view, given those of the buffer `root` (in storage order); Refused
-        where that cuts rows of `row` bytes, if there are to be such rows."""
+        where that cuts rows of `row_bytes` bytes, if there are to be such rows."""
         memory: dict[str, Contents] = {root: origin}
-        return seen(self._stored(view.buffer, memory), self.box(view), row)
+        return seen(self._stored(view.buffer, memory), self.box(view), row_bytes)
 
     def _stored(self, name: str, memory: dict[str, Contents]) -> Contents:
         if name not in memory:
-            made = self.maker(name)
-            assert made is not None, f"{name} is neither the root nor moved"
-            memory[name] = stored(self._moved(made[1], memory), self.box(View(name)))
+            memory[name] = stored(self._moved(name, memory), self.box(View(name)))
         return memory[name]
 
     def _seen(self, view: View, memory: dict[str, Contents]) -> Contents:
         return seen(self._stored(view.buffer, memory), self.box(view))
 
-    def _moved(self, op: Op, memory: dict[str, Contents]) -> Contents:
-        match op:
-            case Copy(src=src):
-                return self._seen(src, memory)
-            case Call(fn="aten.cat.default", args=(tuple() as listed, *rest)):
-                views = [v for v in listed if isinstance(v, View)]
-                views = [v for v in views if self.box(v).sizes != (0,)]  # torch skips these
-                parts = [
-                    (self._seen(v, memory), self.box(v).sizes, self.box(v).dtype.itemsize)
-                    for v in views
-                ]
-                dim = rest[0] if rest else dict(op.kwargs).get("dim", 0)
-                return concatenated(parts, _int(dim)) if parts else ()
-            case Call(fn="aten.constant_pad_nd.default", args=(View() as src, pads, *_)):
-                box = self.box(src)
-                assert isinstance(pads, tuple)
-                before = self._seen(src, memory)
-                return padded(before, box.sizes, box.dtype.itemsize, list(map(_int, pads)))
-            case Call(fn=fn, args=(View() as src, *rest)):
-                if fn == "aten.slice.Tensor":
-                    src = _sliced(src, self.box(src), rest)
-                elif fn == "aten.narrow.default":
-                    dim, start, length = map(_int, rest[:3])
-                    src = src.slice(dim, start, start + length)
-                return self._seen(src, memory)
-            case _:
-                raise AssertionError(f"{op} moves nothing")
-
-
-def _first_view(args: Sequence[Arg]) -> tuple[View, ...] | None:
-    return (args[0],) if args and isinstance(args[0], View) else None
+    def _moved(self, name: str, memory: dict[str, Contents]) -> Contents:
+        """The contents of a buffer that an op filled with elements of others, in another order."""
+        (index, _), sources = self.maker(name) or (-1, None), self.moved(name)
+        assert sources is not None, f"{name} is neither the root nor moved"
+        call = self.calls.get(index)
+        if call is not None and call.fn == CAT:
+            boxes = [(view, self.box(view)) for view in sources]
+            boxes = [(view, box) for view, box in boxes if box.sizes != (0,)]  # torch skips these
+            parts = [(self._seen(v, memory), box.sizes, box.dtype.itemsize) for v, box in boxes]
+            dim = call.args[1] if len(call.args) > 1 else dict(call.kwargs).get("dim", 0)
+            return concatenated(parts, _int(dim)) if parts else ()
+        (src,) = sources
+        if call is None:
+            return self._seen(src, memory)
+        box, rest = self.box(src), call.args[1:]
+        if call.fn == PADS:
+            pads = rest[0]
+            assert isinstance(pads, tuple)
+            return padded(
+                self._seen(src, memory), box.sizes, box.dtype.itemsize, list(map(_int, pads))
+            )
+        if call.fn == "aten.slice.Tensor":
+            src = _sliced(src, box, rest)
+        elif call.fn == "aten.narrow.default":
+            dim, start, length = map(_int, rest[:3])
+            src = src.slice(dim, start, start + length)
+        return self._seen(src, memory)
 
 
 def _int(arg: Arg) -> int:

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from interlace.cost import Machine, SiteKey, default_machine, run_after_run
 from interlace.cost.choose import MARGIN, Estimate, pick
 from interlace.cost.op_times import matmul_shape
 from interlace.ir import (
-    Arg,
     Buffer,
-    Call,
     Collective,
     Op,
     Program,
@@ -27,22 +25,21 @@ from interlace.ir import (
     View,
 )
 from interlace.ir.kernels import FLOAT8
-from interlace.ir.overlap import representatives, teams_of
+from interlace.ir.overlap import teams_of
+from interlace.ir.program import map_values
 from interlace.ir.sizes import at_hand, supposing
-from interlace.options import Options
 from interlace.passes.dependencies import dependencies
-from interlace.passes.find_sites import FindSites, analyse
 from interlace.passes.fuse import Fuse
 from interlace.passes.insert_sync import with_events
-from interlace.passes.place_resharding import PlaceResharding
+from interlace.passes.rewrite import tagged
 from interlace.passes.schedule import Schedule
 from interlace.passes.sites.cone import result_of
 from interlace.passes.sites.recognise import GatherSite, MatmulSite, site_kind
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.emitter import Names
-from interlace.passes.strategies.pieces import DEFAULT_SLICES, collective_of, parts
+from interlace.passes.strategies.pieces import DEFAULT_SLICES, parts
 from interlace.passes.strategies.whole import lifted
-from interlace.passes.strategies.write import has_kernel, refusal, write
+from interlace.passes.strategies.write import refusal, write
 from interlace.passes.take_turns import TakeTurns
 from interlace.strategies import STRATEGIES, Strategy
 
@@ -52,32 +49,13 @@ ALONE = 1
 """The number of a site in the Program that holds it alone."""
 
 
-def candidates(
-    program: Program, options: Options, machine: Machine
-) -> dict[int, tuple[Estimate, ...]]:
-    """The estimates of each site that can be overlapped, serial first; of a Program with named
-    sizes for the values in its head."""
-    program = program.at(program.sizes.values)
-    marked = FindSites().run(program)
-    if options.overlap:
-        marked = PlaceResharding(position=options.resharding).run(marked)
-    values = Dataflow(marked, representatives(marked)[0])
-    chooser = Chooser(machine, 0)
-    found: dict[int, tuple[Estimate, ...]] = {}
-    for item in analyse(values, dependencies(marked)):
-        number = marked.ops[item.collective].site
-        if number is not None and item.site is not None:
-            found[number] = chooser.candidates(values, item.site)
-    return found
-
-
 def estimate(
     machine: Machine, values: Dataflow, site: MatmulSite, row: Strategy | None, chunks: int = 0
 ) -> Estimate:
     """The estimate of a strategy on a machine; None: serial."""
     label = label_of(row, chunks)
     predicted = seconds_alone(_alone(values, site, row, chunks, machine), machine)
-    spread = values.program.team(collective_of(values, site).team).hosts is not None
+    spread = values.program.team(site.op.team).hosts is not None
     known = None
     if _plain(values, site) and not spread:  # sites are measured on one host
         known = machine.measured_site(site_key(values, site, machine.captured), label)
@@ -88,7 +66,7 @@ def _alone(
     values: Dataflow, site: MatmulSite, row: Strategy | None, chunks: int, machine: Machine
 ) -> Program:
     """A site with a strategy as a Program of its own."""
-    names, op = values.names.copy(), collective_of(values, site)
+    names, op = values.names.copy(), site.op
     if row is None:
         return isolated(values, op, [values.program.ops[i] for i in site.ops])
     ops, slots = write(values, names, site, row, chunks, ALONE, machine.device == "cuda")
@@ -98,7 +76,7 @@ def _alone(
 
 
 def seconds_alone(program: Program, machine: Machine) -> float:
-    """The time of a Program, run after run: as long as its ranks take, or as its host does.
+    """The time of a Program once it is scheduled.
 
     Turns cost what issuing them does, and gain nothing: the ranks of the simulation are in step,
     and never meet.
@@ -106,7 +84,13 @@ def seconds_alone(program: Program, machine: Machine) -> float:
     played, before = Schedule().played(program)
     ordered = with_events(played, before or dependencies(played, listed=False))
     timed = Fuse().run(TakeTurns().run(ordered))
-    timeline, host = run_after_run(timed, machine, fold=True)
+    return seconds(timed, machine)
+
+
+def seconds(program: Program, machine: Machine) -> float:
+    """The time of a lowered Program, run after run: as long as its ranks take, or as its host
+    does."""
+    timeline, host = run_after_run(program, machine, fold=True)
     return max(timeline.makespan_s, host)
 
 
@@ -120,16 +104,14 @@ def label_of(row: Strategy | None, chunks: int = 0) -> str:
 def site_key(values: Dataflow, site: MatmulSite, graph: bool = False) -> SiteKey:
     """The site as measurements know it: M, K and N are those of a rank's matmuls together, and of
     FP8 the type and the numbers of packed rows."""
-    op = collective_of(values, site)
+    op = site.op
     assert op.dst is not None
     world = values.program.team(op.team).size
-    gathers = isinstance(site, GatherSite)
-    calls = [values.calls[i] for i in (site.matmuls if gathers else site.cone.ops)]
-    found = [matmul_shape(call, values.box) for call in calls]
+    found = [matmul_shape(values.calls[i], values.box) for i in site.calls]
     shapes = [shape for shape in found if shape is not None]
     packed = next((shape for shape in shapes if shape.dtype in FLOAT8), None)
     if isinstance(site, GatherSite):
-        outs = (result_of(values.program.ops[i]) for i in site.matmuls)
+        outs = (result_of(values.calls[i]) for i in site.calls)
         columns = sum(values.box(out).sizes[-1] for out in outs if out is not None)
         sizes = site.layout.total, packed.inner if packed else site.width, columns
     else:
@@ -142,15 +124,9 @@ def site_key(values: Dataflow, site: MatmulSite, graph: bool = False) -> SiteKey
 
 def _plain(values: Dataflow, site: MatmulSite) -> bool:
     """True if it is one matmul, of one matrix, and its communication, as sites are measured."""
-    if isinstance(site, GatherSite):
-        if len(site.matmuls) != 1 or site.whole:
-            return False
-        (matmul,) = site.matmuls
-    elif len(site.cone.ops) != 1:
+    if len(site.calls) != 1 or (isinstance(site, GatherSite) and site.whole):
         return False
-    else:
-        (matmul,) = site.cone.ops
-    shape = matmul_shape(values.calls[matmul], values.box)
+    shape = matmul_shape(values.calls[site.calls[0]], values.box)
     return shape is not None and shape.batch == 1
 
 
@@ -212,7 +188,7 @@ class Chooser:
 
     machine: Machine | None
     chunks: int
-    known: dict[object, Choice] = dataclasses.field(default_factory=dict[object, Choice])
+    known: dict[object, Choice] = field(default_factory=dict[object, Choice])
 
     def choose(self, values: Dataflow, site: MatmulSite, rows: Sequence[Strategy] = ()) -> Choice:
         """The strategy that is expected to be fastest, or of those requested the fastest row."""
@@ -253,16 +229,15 @@ class Chooser:
 
     def _candidates(self, values: Dataflow, site: MatmulSite) -> Iterator[tuple[Strategy, int]]:
         gpu = self._machine.device != "cpu"
-        apart = values.program.team(collective_of(values, site).team).hosts is not None
+        apart = values.program.team(site.op.team).hosts is not None
+        reach = "peer" in dict(self._machine.links)
         for row in STRATEGIES.values():
-            if (
-                row.amid
-                or (row.on_gpus and not gpu)
-                or not _serves(row, self._machine, apart)
-                or (row.fuses and not has_kernel(values, site, self._machine))
-            ):
+            outdone = row.outdone and gpu and reach and not apart
+            if row.amid or outdone or (row.peers and not reach):
                 continue
-            if refusal(values, site, row):
+            if (row.on_gpus or row.kernel) and not gpu:
+                continue
+            if refusal(values, site, row, self._machine):
                 continue
             counts = {self.chunks}
             if not self.chunks and row.sliced:
@@ -275,16 +250,6 @@ class Chooser:
         return self.machine or default_machine("cpu")
 
 
-def _serves(row: Strategy, machine: Machine, apart: bool) -> bool:
-    """True if a strategy is worth a look on a machine, for a team that spans hosts or not."""
-    gpu, reach = machine.device != "cpu", "peer" in dict(machine.links)
-    if row.kernel and not gpu:
-        return False
-    if row.peers and not reach:
-        return False
-    return not (row.outdone and gpu and reach and not apart)
-
-
 def _signature(values: Dataflow, site: MatmulSite) -> object:
     """All facts of a site's ops that decide the predicted times and whether a strategy can serve.
 
@@ -292,23 +257,15 @@ def _signature(values: Dataflow, site: MatmulSite) -> object:
     """
     numbers: dict[str, int] = {}
 
-    def plain(arg: Arg) -> object:
-        if isinstance(arg, View):
-            return numbers.setdefault(arg.buffer, len(numbers)), values.box(arg)
-        return tuple(map(plain, arg)) if isinstance(arg, tuple) else (type(arg), arg)
-
-    def describe(op: Op) -> object:
-        touched = tuple(plain(access.view) for access in (*op.reads(), *op.writes()))
-        match op:
-            case Call():
-                options = tuple((name, plain(arg)) for name, arg in op.kwargs)
-                return op.fn, tuple(map(plain, op.args)), options, touched
-            case Collective():
-                facts = op.kind, op.team, op.reduce, op.root, op.splits, op.backend
-                return *facts, touched
+    def fact(value: object) -> object:
+        match value:
+            case Buffer():
+                return fact(View(value.name))
+            case View():
+                return numbers.setdefault(value.buffer, len(numbers)), values.box(value)
             case _:
-                return type(op).__name__, touched
+                return type(value), value
 
+    ops = [map_values(tagged(values.program.ops[i], site=None), fact) for i in site.ops]
     whole = site.whole if isinstance(site, GatherSite) else len(site.cone.used)
-    ops = tuple(describe(values.program.ops[i]) for i in site.ops)
-    return type(site).__name__, site.layout, whole, ops
+    return type(site).__name__, site.layout, whole, tuple(ops)

@@ -91,7 +91,9 @@ class Names:
         self.tables = list(program.tables)
         self.taken = {buffer.name for buffer in program.buffers().values()}
         self.taken |= {item.name for item in (*program.tables, *program.teams, *program.regions)}
-        self.taken |= {op.signal for op in program.ops if isinstance(op, Notify | Expect)}
+        orders = [op.ordering() for op in program.ops]
+        levels = [level for order in orders for level in (order.raises, order.expects)]
+        self.taken |= {level.signal for level in levels if level is not None}
 
     def copy(self) -> Names:
         """The same names, to which others may be added apart from these."""

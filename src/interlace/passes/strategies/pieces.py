@@ -14,7 +14,6 @@ Note [Rows that come in time]
 
 from __future__ import annotations
 
-from interlace.ir import Collective
 from interlace.ir.kernels import TILE_ROWS
 from interlace.ir.sizes import Int, at_hand, counted
 from interlace.passes.sites.cone import lhs_of, result_of
@@ -52,12 +51,12 @@ pieces of 512 it reads the weight twice as often, and takes 3 % longer where mem
 
 def slices(values: Dataflow, site: MatmulSite, chunks: int) -> int:
     """Number of slices of a site for `pipeline`: as asked, or a few; a row each at least."""
-    whole = collective_of(values, site).kind == "all_reduce"
+    whole = site.op.kind == "all_reduce"
     rows = site.layout.total if whole else max(site.layout.shard)
     return counted(rows, 1, chunks or DEFAULT_SLICES)
 
 
-def pieces(values: Dataflow, site: MatmulSite, row: Strategy, chunks: int) -> int:
+def pieces(values: Dataflow, site: MatmulSite, strategy: Strategy, chunks: int) -> int:
     """In how many pieces each rank's rows travel: `chunks` are of all ranks.
 
     Pieces of a scatter let bytes leave sooner, and the last be summed alone. Those of `fused` may
@@ -65,7 +64,7 @@ def pieces(values: Dataflow, site: MatmulSite, row: Strategy, chunks: int) -> in
     whole groups, where some number of them gives that. Rows that are gathered go whole, but for
     `fused`: Note [Rows that come in time].
     """
-    layout, fused = site.layout, row.fuses
+    layout, fused = site.layout, strategy.fuses
     if layout.batch != 1 or layout.padded or len(set(layout.rows)) > 1:
         return 1
     if isinstance(site, GatherSite):
@@ -85,7 +84,7 @@ def _in_quarters(values: Dataflow, site: GatherSite, chunks: int) -> bool:
     """True if a kernel awaits rows in quarters: as asked, or where they are many and come about as
     fast as it multiplies them."""
     step, rows = QUARTERS * TILE_ROWS, site.layout.rows[0]
-    result = result_of(values.program.ops[site.matmuls[0]])
+    result = result_of(values.calls[site.calls[0]])
     if chunks:
         wanted = chunks >= QUARTERS * len(site.layout.rows)
     else:
@@ -102,7 +101,7 @@ def slabs(values: Dataflow, site: MatmulSite, chunks: int) -> int:
     `chunks` are the parts that ranks have of slabs, of all ranks. The rows that a matmul contracts
     over count too: they must be as many on all ranks, as for every site.
     """
-    if isinstance(site, GatherSite) or collective_of(values, site).kind != "all_reduce":
+    if isinstance(site, GatherSite) or site.op.kind != "all_reduce":
         return 0
     (matmul,) = site.cone.ops
     inner = values.box(lhs_of(values.calls[matmul])).sizes[-1]
@@ -122,13 +121,17 @@ def _tiles(rows: Int) -> int:
     return TILE_ROWS if rows >= TILE_ROWS else 1
 
 
-def parts(values: Dataflow, site: MatmulSite, row: Strategy, chunks: int) -> int:
+def parts(values: Dataflow, site: MatmulSite, strategy: Strategy, chunks: int) -> int:
     """Number of ranges of rows that a strategy moves, of all ranks."""
-    if row.whole:
+    if strategy.whole:
         return 0
-    if row.sliced:
+    if strategy.sliced:
         return slices(values, site, chunks)
-    count = slabs(values, site, chunks) or pieces(values, site, row, chunks) if row.fuses else 1
+    count = (
+        slabs(values, site, chunks) or pieces(values, site, strategy, chunks)
+        if strategy.fuses
+        else 1
+    )
     return count * len(site.layout.rows)
 
 
@@ -152,12 +155,7 @@ def by_kernel(nbytes: Int) -> bool:
 def part_bytes(values: Dataflow, site: MatmulSite) -> Int:
     """Bytes of the rows that each rank gives or keeps, where all have as many."""
     if isinstance(site, GatherSite):
-        dst = collective_of(values, site).dst
+        dst = site.op.dst
         assert dst is not None
         return site.layout.rows[0] * site.width * values.box(dst).dtype.itemsize
     return site.layout.rows[0] * site.cone.width * values.buffers[site.cone.value].dtype.itemsize
-
-
-def collective_of(values: Dataflow, site: MatmulSite) -> Collective:
-    """The collective of a site."""
-    return values.collectives[site.collective]

@@ -5,20 +5,23 @@ lie under computation that depends on none of it, and then cutting the matmuls g
 leave that computation its SMs. (The peer kernel of `exchange` is predicted to gain more, and was
 measured to take more: it holds SMs that the matmuls under way need.)
 
-    made = reconsidered(marked, made, passes, machine)     # `passes`, from decompose on, made it
+    made = reconsidered(marked, decomposed, made, later, machine)    # the `later` passes made it
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Protocol
 
-from interlace.cost import Machine, run_after_run
+from interlace.cost import Machine
 from interlace.ir import Program, Site
-from interlace.passes.decompose import Decompose
+from interlace.passes.decompose import COPIES, written
 from interlace.passes.dependencies import is_frozen
+from interlace.passes.find_sites import Analysis
+from interlace.passes.strategies.choose import Choice, seconds
+from interlace.passes.strategies.whole import unmovable
 from interlace.strategies import row_of
 
 SOONER = 0.999
@@ -36,62 +39,66 @@ Ways = Mapping[int, str]
 
 
 class LaterPass(Protocol):
-    """A pass from `decompose` on."""
+    """A pass behind `decompose`."""
 
     def run(self, program: Program) -> Program: ...
 
 
 def reconsidered(
     marked: Program,
+    decomposed: Program,
     made: Program,
-    passes: Sequence[LaterPass],
+    later: Iterable[LaterPass],
     machine: Machine,
     done: Collection[int] = (),
     copies: bool = True,
 ) -> Program:
-    """The Program that `passes` made of a `marked` one, or one that they make with other strategies
-    and that is predicted to end sooner.
+    """The Program that `later` passes made of the `decomposed` form of a `marked` one, or one that
+    they make with other strategies and that is predicted to end sooner.
 
     Sites that are alike change together; those that were `done` before stay. `copies`: whether
     they may be used.
     """
     if marked.sizes.sizes or is_frozen(made):  # of ranks of other Programs too little is known
         return made
-    decompose, *rest = passes
-    assert isinstance(decompose, Decompose)
+    analysis = Analysis.of(marked)
+    movable = {
+        op.site for op in marked.collectives().values() if not unmovable(analysis.values, op)
+    }
 
     def lowered(ways: Ways) -> Program:
-        sites = tuple([site.id for site in made.sites if ways.get(site.id) != "serial"])
-        copied = tuple([number for number, way in ways.items() if way == "copies"])
-        program = dataclasses.replace(decompose, sites=sites, copied=copied).run(marked)
-        for item in rest:
+        sites = {site.id: site for site in decomposed.sites}
+        for number, way in ways.items():
+            site = marked.site(number)
+            if way == "serial":
+                sites[number] = site
+            elif number in movable:
+                sites[number] = Choice(COPIES, reason="requested").on(site)
+        program = written(analysis, sites, machine.device == "cuda")
+        for item in later:
             program = item.run(program)
         return program
 
-    def took(program: Program) -> float:
-        timeline, host = run_after_run(program, machine, fold=True)
-        return max(timeline.makespan_s, host)
-
-    best = least = took(made)
+    best = least = seconds(made, machine)
     found, ways = made, dict[int, str]()
     why: dict[int, str] = {}
     long = len(made.ops) > MOST_OPS
     possible = ["copies"] * copies + ["serial"] * (not long)
     for group in _groups([site for site in made.sites if site.id not in done], long):
         ids, now = {site.id for site in group}, group[0]
-        seconds: dict[str, float] = {"copies": math.inf, "serial": math.inf}
+        times: dict[str, float] = {"copies": math.inf, "serial": math.inf}
         trials: dict[str, tuple[Program, dict[int, str]]] = {}
         for way in possible:
             trial = {**ways, **dict.fromkeys(ids, way)}
             if now.strategy != way:
                 other = lowered(trial)
                 if any(site.strategy == way for site in other.sites if site.id in ids):
-                    seconds[way], trials[way] = took(other), (other, trial)
-        way = _better(now, best, least, seconds["copies"], seconds["serial"])
+                    times[way], trials[way] = seconds(other, machine), (other, trial)
+        way = _better(now, best, least, times["copies"], times["serial"])
         if not way:
             continue
-        reason = "sooner so" if seconds[way] < SOONER * best else "as soon with whole matmuls"
-        best, (found, ways) = seconds[way], trials[way]
+        reason = "sooner so" if times[way] < SOONER * best else "as soon with whole matmuls"
+        best, (found, ways) = times[way], trials[way]
         least = min(least, best)
         text = f"the whole schedule is predicted to end {reason} ({machine.name})"
         why |= {site.id: text for site in found.sites if site.id in ids and site.strategy == way}

@@ -21,14 +21,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from interlace.ir import Alloc, Collective, Free, Index, Op, Slice, View
-from interlace.passes.rewrite import Rewrite
+from interlace.ir import Collective, Free, Index, Op, Slice, View
+from interlace.passes.rewrite import Rewrite, declaring
 from interlace.passes.sites.rows import balanced_sizes
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.emitter import Emitter, Names
-from interlace.passes.strategies.scatters import Scatter
+from interlace.passes.strategies.transfers import Scatter
 from interlace.strategies import NEAR_FIRST, STRATEGIES
 
 BRING = STRATEGIES["peer", "put"]
@@ -62,7 +61,7 @@ def by_copies(values: Dataflow, names: Names, op: Collective, number: int | None
     """The ops that do what a collective does."""
     e = Emitter(names, values.program.team(op.team), op, number, kernels=True)
     assert op.src is not None and op.dst is not None  # noqa: PT018
-    name, summed = op.dst.buffer, op.src.buffer
+    name = op.dst.buffer
     src, dst = values.box(op.src), values.box(op.dst)
     shard = src if op.kind == "all_gather" else dst
     width = shard.sizes[-1]
@@ -79,23 +78,23 @@ def by_copies(values: Dataflow, names: Names, op: Collective, number: int | None
         view if box.sizes == (box.numel // width, width) else view.view(-1, width)
         for view, box in ((op.src, src), (op.dst, dst))
     )
-    common: dict[str, Any] = {"sizes": sizes, "width": width, "dtype": dst.dtype}
+    moved = e, BRING, op.src.buffer, sizes, width, dst.dtype
 
-    def lies(index: Index, shard: View, within: Slice | None = None) -> None:
+    def lies(index: Index, rows: View, within: Slice | None = None) -> None:
         """Moves the rank's own part to the others'; all else that is summed lies there already."""
         if index == e.rank:
-            e.own(e.part(x, e.rank, sizes), shard)
+            e.own(e.part(x, e.rank, sizes), rows)
 
     def shard_into(out: View) -> None:
         """The rank's own part of what is gathered."""
         if op.kind == "all_gather":
             e.own(x, out)
         else:
-            Scatter(e, BRING, summed, x, out, **common).run(lies)
+            Scatter(*moved, stage=x, out=out).run(lies)
 
     mine = e.part(y, e.rank, sizes)
     if op.kind == "reduce_scatter":
-        Scatter(e, BRING, summed, x, y, **common).run(lies)
+        Scatter(*moved, stage=x, out=y).run(lies)
     elif lifts(values, op):
         shard_into(mine)
         arrived = e.names.new(f"{name}_arrived")
@@ -144,12 +143,13 @@ def lifted(ops: Sequence[Op], slots: Mapping[str, str]) -> tuple[Op, ...]:
     }
     rewrite = Rewrite(ops)
     for i, op in enumerate(ops):
-        if isinstance(op, Free) and op.buffer in slots:
+        ordering = op.ordering()
+        buffer = ordering.takes
+        if ordering.frees in slots:
             rewrite.replace(i)
-        elif isinstance(op, Alloc) and op.buffer.name in slots:
-            team = slots[op.buffer.name]
-            buffer = dataclasses.replace(op.buffer, kind="symmetric", team=team, storage=None)
-            rewrite.replace(i, dataclasses.replace(op, buffer=buffer))
+        elif buffer is not None and buffer.name in slots:
+            changes = {"kind": "symmetric", "team": slots[buffer.name], "storage": None}
+            rewrite.replace(i, declaring(op, dataclasses.replace(buffer, **changes)))
     for name, i in last.items():
         rewrite.after(i, Free(buffer=name, site=ops[i].site))
     return rewrite.ops()

@@ -1,21 +1,23 @@
-"""Writes a site with a strategy: what is declared, which transport, and which rows it computes.
+"""Writes a site with a strategy: what is declared, and which rows it computes.
 
 ops = write(values, names, site, STRATEGIES["ring", None], chunks=0, number=1)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 from interlace.cost import Machine
-from interlace.ir import Buffer, Chunk, Collective, DType, Index, Op, Slice, View
+from interlace.ir import Chunk, Collective, DType, Index, Op, Slice, View
 from interlace.ir.kernels import bias_of, ill_scaled, legible, unfit
 from interlace.ir.operators import matmul_of
 from interlace.ir.sizes import Int
-from interlace.passes.sites.cone import lhs_of, made_by, result_of
+from interlace.passes.sites.cone import Cone, lhs_of, made_by, result_of
 from interlace.passes.sites.recognise import EXCHANGE, GatherSite, MatmulSite, ScatterSite
-from interlace.passes.sites.rows import RowLayout, balanced_sizes
+from interlace.passes.sites.rows import balanced_sizes
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.chunks import (
     ChunkPlace,
@@ -27,10 +29,8 @@ from interlace.passes.strategies.chunks import (
     zero_padding,
 )
 from interlace.passes.strategies.emitter import Emitter, Names, Pieces
-from interlace.passes.strategies.gathers import Dispatch, Gather, TakeRows
 from interlace.passes.strategies.pieces import (
     by_kernel,
-    collective_of,
     halved,
     part_bytes,
     pieces,
@@ -38,7 +38,14 @@ from interlace.passes.strategies.pieces import (
     slices,
     sums_beside,
 )
-from interlace.passes.strategies.scatters import Scatter, Slabs, combine
+from interlace.passes.strategies.transfers import (
+    Dispatch,
+    Gather,
+    OnRows,
+    Scatter,
+    Slabs,
+    combine,
+)
 from interlace.passes.strategies.whole import by_copies, lifts, unmovable
 from interlace.strategies import Strategy
 
@@ -49,34 +56,35 @@ EXCHANGED = (
 """Types of elements that the exchange kernel adds up."""
 
 
-def refusal(values: Dataflow, site: MatmulSite, row: Strategy) -> str:
-    """Why a strategy cannot serve a site; empty where it can."""
-    op = collective_of(values, site)
+def refusal(
+    values: Dataflow, site: MatmulSite, strategy: Strategy, machine: Machine | None = None
+) -> str:
+    """Why a strategy cannot serve a site (on that machine, where one is given); empty where it
+    can."""
+    op = site.op
     team = values.program.team(op.team)
     if not site.layout.total:
         return "it has no rows"
-    if row.peers and team.hosts is not None:
+    if strategy.peers and team.hosts is not None:
         return f"team {team.name} spans hosts, which share no memory"
-    if op.kind == EXCHANGE and row.alone:
-        return row.alone
-    if row.sliced and slices(values, site, 0) < 2:
+    if op.kind == EXCHANGE and strategy.alone:
+        return strategy.alone
+    if strategy.sliced and slices(values, site, 0) < 2:
         return "each rank has a single row"
-    if row.copies:
+    if strategy.copies:
         return unmovable(values, op)
-    if op.reduce not in (None, "sum") and row.adds:
+    if op.reduce not in (None, "sum") and strategy.adds:
         return f"it adds up, and the collective takes the {op.reduce}"
-    if row.whole and op.reduce is not None and op.src is not None:
+    if strategy.whole and op.reduce is not None and op.src is not None:
         if (dtype := values.box(op.src).dtype) not in EXCHANGED:
             return f"its kernel does not reduce {dtype}"
-    return unfusable(values, site) if row.fuses else ""
-
-
-def has_kernel(values: Dataflow, site: MatmulSite, machine: Machine) -> bool:
-    """True if the machine's GPUs run the kernels of a site, if any can serve it."""
-    calls = site.matmuls if isinstance(site, GatherSite) else site.cone.ops
-    specs = (matmul_of(values.calls[i].fn) for i in calls)
+    if not strategy.fuses:
+        return ""
+    specs = (matmul_of(values.calls[i].fn) for i in site.calls)
     packed = any(spec is not None and spec.blocks is not None for spec in specs)
-    return machine.packed_kernels if packed else machine.kernels
+    if machine is not None and not (machine.packed_kernels if packed else machine.kernels):
+        return unfusable(values, site) or "the GPUs have no such kernel"
+    return unfusable(values, site)
 
 
 def unfusable(values: Dataflow, site: MatmulSite) -> str:
@@ -86,13 +94,9 @@ def unfusable(values: Dataflow, site: MatmulSite) -> str:
         return "its rows are not dealt evenly to the ranks, in one stack"
     if not layout.rows[0]:
         return "a rank has no rows"
-    if isinstance(site, GatherSite):
-        calls = site.matmuls
-    else:
-        calls = site.cone.ops
-        if len(calls) > 1 or site.cone.used:
-            return "more than one matmul makes what it reduces, or others use that as well"
-    return next(filter(None, (_unfusable_matmul(values, site, i) for i in calls)), "")
+    if isinstance(site, ScatterSite) and (len(site.calls) > 1 or site.cone.used):
+        return "more than one matmul makes what it reduces, or others use that as well"
+    return next(filter(None, (_unfusable_matmul(values, site, i) for i in site.calls)), "")
 
 
 def _unfusable_matmul(values: Dataflow, site: MatmulSite, index: int) -> str:
@@ -117,50 +121,57 @@ def write(
     values: Dataflow,
     names: Names,
     site: MatmulSite,
-    row: Strategy,
+    strategy: Strategy,
     chunks: int,
     number: int | None,
     kernels: bool = False,
 ) -> tuple[list[Op], dict[str, str]]:
-    """The ops of a site, overlapped by the strategy of this row, and which buffers become slots of
+    """The ops of a site, overlapped by a strategy, and which buffers become slots of
     their teams (`lifted`); `kernels` as of `Emitter`."""
-    op = collective_of(values, site)
-    if row.whole:
+    op = site.op
+    if strategy.whole:
         listed = [values.program.ops[i] for i in site.ops]
         at = next(i for i, one in enumerate(listed) if one is op)
-        made, slots = write_whole(values, names, op, row, number)
+        made, slots = write_whole(values, names, op, strategy, number)
         return [*listed[:at], *made, *listed[at + 1 :]], slots
     emitter = Emitter(names, values.program.team(op.team), op, number, kernels)
-    writer = _Writer(values, emitter, row, chunks)
+    writer = _Writer(values, emitter, site, strategy, chunks)
     if isinstance(site, GatherSite):
-        writer.gather(site, op)
+        writer.gather(site)
     elif op.kind == "all_reduce":
-        writer.all_reduce(site, op)
+        writer.all_reduce(site)
     else:
-        writer.scatter(site, op)
+        writer.scatter(site)
     return emitter.ops, writer.slots
 
 
 def write_whole(
-    values: Dataflow, names: Names, op: Collective, row: Strategy, number: int | None
+    values: Dataflow, names: Names, op: Collective, strategy: Strategy, number: int | None
 ) -> tuple[list[Op], dict[str, str]]:
     """The ops in place of a collective that a strategy leaves in one piece, and which buffers
     become slots of their teams (`lifted`)."""
-    if not row.copies:
+    if not strategy.copies:
         return [replace(op, backend="peer")], {}
     slots = {op.dst.buffer: op.team} if op.dst is not None and lifts(values, op) else {}
     return by_copies(values, names, op, number), slots
 
 
 class _Writer:
-    def __init__(self, values: Dataflow, emitter: Emitter, row: Strategy, chunks: int) -> None:
-        self.values, self.emitter, self.row, self.chunks = values, emitter, row, chunks
+    """Writes one site."""
+
+    def __init__(
+        self, values: Dataflow, emitter: Emitter, site: MatmulSite, strategy: Strategy, chunks: int
+    ) -> None:
+        self.values, self.emitter, self.strategy, self.chunks = values, emitter, strategy, chunks
+        self.site, self.op, self.layout = site, site.op, site.layout
         self.compute = Compute(emitter, values)
         self.slots: dict[str, str] = {}
+        assert site.op.src is not None and site.op.dst is not None  # noqa: PT018
+        self.src, self.dst, self.box = site.op.src, site.op.dst, values.box(site.op.dst)
 
     def declare(self, name: str, kind: str = "") -> None:
         """Allocates a buffer of the serial Program, unless the caller gives it."""
-        buffer: Buffer = self.values.buffers[name]
+        buffer = self.values.buffers[name]
         if buffer.kind != "output":
             self.emitter.declare(buffer, kind or buffer.kind)
 
@@ -173,28 +184,30 @@ class _Writer:
         sizes = self.values.box(view).sizes
         return view if len(sizes) == 2 and sizes[1] == width else view.view(-1, width)
 
-    def pieces(self, site: MatmulSite, halve: bool = False) -> Pieces:
+    def pieces(self, halve: bool = False) -> Pieces:
         """Ranges of a rank's rows that go together; the last maybe in halves."""
-        count = pieces(self.values, site, self.row, self.chunks)
-        rows = site.layout.rows[0]  # where there are several, all are equal
+        count = pieces(self.values, self.site, self.strategy, self.chunks)
+        rows = self.layout.rows[0]  # where there are several, all are equal
         bounds = [rows * i // count for i in range(count + 1)]
         if halve:
             bounds.insert(count, rows * (2 * count - 1) // (2 * count))
         return tuple(Slice(0, *ends) for ends in pairwise(bounds)) if count > 1 else (None,)
 
-    def slices(self, site: MatmulSite, name: str, width: Int, dtype: DType) -> Slices:
-        """A site cut into slices."""
-        count = slices(self.values, site, self.chunks)
-        return Slices(self.emitter, f"{name}_slice", site.layout, width, dtype, count)
+    def slices(self, name: str, width: Int) -> Slices:
+        """The site cut into slices."""
+        count = slices(self.values, self.site, self.chunks)
+        return Slices(self.emitter, f"{name}_slice", self.layout, width, self.box.dtype, count)
 
-    def place(
-        self, rows: View, op: Collective, layout: RowLayout, index: Index, width: Int
-    ) -> ChunkPlace:
+    def rows(self, index: Index, within: Slice | None) -> RowBlock:
+        """The rows of one rank, or some of them."""
+        return RowBlock.ranks(self.emitter, self.layout, index, within)
+
+    def place(self, rows: View, index: Index, width: Int) -> ChunkPlace:
         """Where the rows of one rank lie in its shard, or in its part of an all-to-all."""
-        assert op.dst is not None
-        if op.kind != EXCHANGE:
+        layout = self.layout
+        if self.op.kind != EXCHANGE:
             return in_shard(self.emitter, rows, layout, index, width)
-        first, *rest = self.values.box(op.dst).sizes
+        first, *rest = self.box.sizes
         sizes = (first // self.emitter.size, *rest)
         if layout.batch > 1 and not layout.padded:
             stacks = layout.batch, layout.rows[0], width
@@ -204,150 +217,131 @@ class _Writer:
 
     # before matmuls
 
-    def gather(self, site: GatherSite, op: Collective) -> None:
+    def gather(self, site: GatherSite) -> None:
         """An all-gather, or an all-to-all, and the matmuls of its rows."""
         e, layout, width = self.emitter, site.layout, site.width
-        assert op.src is not None and op.dst is not None  # noqa: PT018
-        for i in site.matmuls:
-            self.declare(made_by(self.values.program.ops[i]).buffer, "fresh")
-        name, box = op.dst.buffer, self.values.box(op.dst)
-        sliced, exchange = self.row.sliced, op.kind == EXCHANGE
+        for i in site.calls:
+            self.declare(made_by(self.values.calls[i]).buffer, "fresh")
+        name, box = self.dst.buffer, self.box
 
-        def taking(i: int) -> TakeRows:
+        def taking(i: int) -> OnRows:
             def take(index: Index, rows: View, within: Slice | None = None) -> None:
-                place = self.place(rows, op, layout, index, width)
-                self.matmul(i, RowBlock.ranks(e, layout, index, within), place)
+                self.matmuls((i,), self.rows(index, within), self.place(rows, index, width))
 
             return take
 
         if site.whole:
             self.declare(name)
-        elif not sliced and not self.row.puts:
+        elif not self.strategy.sliced and not self.strategy.puts:
             self.declare(name, "local")
-        takes = [taking(i) for i in site.matmuls]
-        if exchange:
-            sizes = (box.sizes[0] // e.size,) * e.size
-            tensors = op.src, View(name), sizes, width, box.dtype, site.whole
-            Dispatch(e, self.row, *tensors, shape=box.sizes).run(*takes)
+        takes = [taking(i) for i in site.calls]
+        if self.op.kind == EXCHANGE:
+            moved = e, self.strategy, name, (box.sizes[0] // e.size,) * e.size, width, box.dtype
+            dispatch = Dispatch(*moved, shard=self.src, full=View(name), shape=box.sizes)
+            replace(dispatch, whole=site.whole).run(*takes)
             return
-        full, shard = self.full(name, sum(layout.shard), width), self.shard(op.src, width)
-        gather = Gather(e, self.row, shard, full, layout.shard, width, box.dtype, site.whole)
-        gather = replace(gather, pieces=self.pieces(site))
+        full, shard = self.full(name, sum(layout.shard), width), self.shard(self.src, width)
+        if self.strategy.sliced:
+            whole = full if site.whole else None
+            self.slices(name, width).gather(shard, whole, partial(self.matmuls, site.calls))
+            return
+        moved = e, self.strategy, name, layout.shard, width, box.dtype
         kept = site.whole and layout.batch == 1 and len(set(layout.shard)) == 1
-        if kept and self.row.puts and lifts(self.values, op):
-            self.slots[name] = op.team
-            gather = replace(gather, lies=True)
-        if sliced:
+        lies = kept and self.strategy.puts and lifts(self.values, self.op)
+        if lies:
+            self.slots[name] = self.op.team
+        gather = Gather(*moved, shard=shard, full=full, pieces=self.pieces())
+        replace(gather, whole=site.whole, lies=lies).run(*takes)
 
-            def all_matmuls(pick: RowBlock, place: ChunkPlace) -> None:
-                for i in site.matmuls:
-                    self.matmul(i, pick, place)
-
-            cut = self.slices(site, name, width, box.dtype)
-            cut.gather(gather.shard, gather.full if site.whole else None, all_matmuls)
-            return
-        gather.run(*takes)
-
-    def matmul(self, i: int, pick: RowBlock, rows: ChunkPlace) -> None:
-        """Emits the part of a matmul that some rows make."""
-        op = self.values.calls[i]
-        result, box = made_by(op), self.values.box(made_by(op))
-        self.compute.matmul(op, rows, pick.cut(result, box, box.sizes[-1]), pick)
+    def matmuls(self, calls: Sequence[int], pick: RowBlock, rows: ChunkPlace) -> None:
+        """Emits the part of matmuls that some rows make."""
+        for i in calls:
+            op = self.values.calls[i]
+            result, box = made_by(op), self.values.box(made_by(op))
+            self.compute.matmul(op, rows, pick.cut(result, box, box.sizes[-1]), pick)
 
     # after matmuls
 
-    def stage(self, site: ScatterSite, in_place: bool) -> View | None:
+    def stage(self, cone: Cone, in_place: bool) -> View | None:
         """Declares what others use; the cone's value as a matrix, if chunks may lie in it."""
-        cone = site.cone
-        in_place = in_place and not (self.row.accumulates and cone.value in cone.used)
+        in_place = in_place and not (self.strategy.accumulates and cone.value in cone.used)
         for i in cone.ops:
-            name = made_by(self.values.program.ops[i]).buffer
+            name = made_by(self.values.calls[i]).buffer
             if name in cone.used:
                 self.declare(name, "fresh")
             elif name == cone.value and in_place:
                 self.declare(name, "local")
         return self.full(cone.value, cone.rows, cone.width) if in_place else None
 
-    def scatter(self, site: ScatterSite, op: Collective) -> None:
+    def scatter(self, site: ScatterSite) -> None:
         """Matmuls and the reduce-scatter, or the all-to-all, of what they make."""
         e, layout, cone = self.emitter, site.layout, site.cone
-        assert op.dst is not None
-        self.declare(op.dst.buffer)
-        box = self.values.box(op.dst)
-        exchange, sliced = op.kind == EXCHANGE, self.row.sliced
-        local = not self.row.fetched and layout.batch == 1 and not layout.padded
-        stage = self.stage(site, local and not (exchange or sliced))
+        self.declare(self.dst.buffer)
+        exchange, sliced = self.op.kind == EXCHANGE, self.strategy.sliced
+        local = not self.strategy.fetched and layout.batch == 1 and not layout.padded
+        stage = self.stage(cone, local and not (exchange or sliced))
 
-        def rows(index: Index, shard: View, within: Slice | None = None) -> None:
-            zero_padding(e, shard, layout, cone.width)
-            place = self.place(shard, op, layout, index, cone.width)
-            self.compute.cone(cone, RowBlock.ranks(e, layout, index, within), place)
+        def compute(index: Index, rows: View, within: Slice | None = None) -> None:
+            zero_padding(e, rows, layout, cone.width)
+            place = self.place(rows, index, cone.width)
+            self.compute.cone(cone, self.rows(index, within), place)
 
         if exchange:
-            combine(e, self.row, cone.value, op.dst, box.sizes, box.dtype, rows)
-        elif sliced:
-            cut = self.slices(site, cone.value, cone.width, box.dtype)
-            cut.scatter(
-                self.shard(op.dst, cone.width),
-                lambda pick, place: self.compute.cone(cone, pick, place),
-            )
+            combine(e, self.strategy, cone.value, self.dst, self.box.sizes, self.box.dtype, compute)
+            return
+        out = self.shard(self.dst, cone.width)
+        if sliced:
+            self.slices(cone.value, cone.width).scatter(out, partial(self.compute.cone, cone))
         else:
-            out = self.shard(op.dst, cone.width)
-            self.reduction(site, stage, out, layout.shard, box.dtype).run(rows)
+            self.reduction(site, stage, out, layout.shard).run(compute)
 
     def reduction(
-        self, site: ScatterSite, stage: View | None, out: View, sizes: tuple[Int, ...], dtype: DType
+        self, site: ScatterSite, stage: View | None, out: View, sizes: tuple[Int, ...]
     ) -> Scatter:
         """The reduction of a site into `out`."""
-        e, row, cone, cuts = self.emitter, self.row, site.cone, self.pieces(site)
+        cone, cuts = site.cone, self.pieces()
         own: Pieces = (None,)
-        if row.fuses and sums_beside(self.values, site, len(cuts)):
-            own = self.pieces(site, halve=halved(site, len(cuts)))
-        return Scatter(e, row, cone.value, stage, out, sizes, cone.width, dtype, cuts, own)
+        if self.strategy.fuses and sums_beside(self.values, site, len(cuts)):
+            own = self.pieces(halve=halved(site, len(cuts)))
+        moved = self.emitter, self.strategy, cone.value, sizes, cone.width, self.box.dtype
+        return Scatter(*moved, stage=stage, out=out, pieces=cuts, own=own)
 
-    def all_reduce(self, site: ScatterSite, op: Collective) -> None:
+    def all_reduce(self, site: ScatterSite) -> None:
         """Matmuls and the all-reduce of what they make: a reduce-scatter, then a gather."""
-        e, layout, cone = self.emitter, site.layout, site.cone
-        assert op.dst is not None
-        name = op.dst.buffer
+        e, cone, name = self.emitter, site.cone, self.dst.buffer
         self.declare(name)
-        dtype = self.values.box(op.dst).dtype
         full = self.full(name, cone.rows, cone.width)
-        stage = self.stage(site, not self.row.fetched)
-        if self.row.sliced:
+        stage = self.stage(cone, not self.strategy.fetched)
+        if self.strategy.sliced:
             assert stage is not None
             count = slices(self.values, site, self.chunks)
             for i in range(count):
                 start, stop = cone.rows * i // count, cone.rows * (i + 1) // count
-                pick, part = (
-                    RowBlock.slice(e, 1, cone.rows, start, stop),
-                    stage.slice(0, start, stop),
-                )
+                part, whole = (view.slice(0, start, stop) for view in (stage, full))
+                pick = RowBlock.slice(e, 1, cone.rows, start, stop)
                 self.compute.cone(cone, pick, ChunkPlace(part, part))
-                e.collective("all_reduce", part, full.slice(0, start, stop), reduce=op.reduce)
+                e.collective("all_reduce", part, whole, reduce=self.op.reduce)
             return
-
-        sizes, fused = balanced_sizes(cone.rows, e.size), self.row.fuses
-        count = slabs(self.values, site, self.chunks) if fused else 0
-        if count:
+        sizes, fused = balanced_sizes(cone.rows, e.size), self.strategy.fuses
+        if fused and (count := slabs(self.values, site, self.chunks)):
             assert stage is not None
             self.in_slabs(site, stage, full, count)
             return
 
-        def rows(index: Index, shard: View, within: Slice | None = None) -> None:
-            pick = RowBlock.ranks(e, layout, index, within)
-            self.compute.cone(cone, pick, ChunkPlace(shard, shard))
+        def compute(index: Index, rows: View, within: Slice | None = None) -> None:
+            self.compute.cone(cone, self.rows(index, within), ChunkPlace(rows, rows))
 
         mine = e.part(full, e.rank, sizes)
         if fused and by_kernel(part_bytes(self.values, site)):
             # Quicker than a copy from each peer behind a signal: one kernel does all.
-            self.reduction(site, stage, mine, sizes, dtype).run(rows)
+            self.reduction(site, stage, mine, sizes).run(compute)
             e.collective("all_gather", mine, full, backend="peer")
             return
-        gather = Gather(e, self.row, mine, full, sizes, cone.width, dtype, in_place=True)
-        if self.row.peers:  # peers fetch the sum from where it is made
+        moved = e, self.strategy, name, sizes, cone.width, self.box.dtype
+        gather = Gather(*moved, shard=mine, full=full, in_place=True)
+        if self.strategy.peers:  # peers fetch the sum from where it is made
             gather, mine = gather.show()
-        self.reduction(site, stage, mine, sizes, dtype).run(rows)
+        self.reduction(site, stage, mine, sizes).run(compute)
         gather.run(lambda index, rows, within=None: None)
 
     def in_slabs(self, site: ScatterSite, stage: View, full: View, count: int) -> None:
@@ -358,8 +352,7 @@ class _Writer:
             pick = RowBlock(1, cone.rows, slab, sizes, part.index, part)
             self.compute.cone(cone, pick, ChunkPlace(into, into))
 
-        dtype = self.values.buffers[cone.value].dtype
         small = by_kernel(part_bytes(self.values, site) // count)
-        rows, width, e = cone.rows, cone.width, self.emitter
-        made = Slabs(e, self.row, cone.value, stage, full, rows, width, dtype, count, small)
-        made.run(compute)
+        dtype = self.values.buffers[cone.value].dtype
+        moved = self.emitter, self.strategy, cone.value, sizes, cone.width, dtype
+        Slabs(*moved, stage=stage, full=full, count=count, small=small).run(compute)

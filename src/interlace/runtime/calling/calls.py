@@ -23,12 +23,14 @@ from interlace.ir.sizes import Size, numbers
 from interlace.kernels import KERNELS
 from interlace.runtime.calling import regions as region_calls
 from interlace.runtime.calling.effects import apart, confirm, fills_list, may_share
-from interlace.runtime.calling.operators import decode, resolve
+from interlace.runtime.calling.operators import Operator, decode, resolve
 from interlace.runtime.prepare.plan import Plan
 from interlace.runtime.run_sizes import Sized
 from interlace.runtime.values import DTYPES, ValueTable, alike, derive, whole
 
-Thunk = Callable[[], Any]
+Thunk = Callable[[], object]
+Outputs = tuple[Any, ...]
+"""Results of a run: a tensor, a number, a word or a tuple of these for each."""
 Read = Callable[[], Sequence[Any]]
 
 
@@ -44,7 +46,7 @@ def in_turn(runs: Sequence[Thunk]) -> Thunk:
     return run
 
 
-QUICK: Mapping[str, Callable[..., Any]] = MappingProxyType(
+QUICK: Mapping[str, Operator] = MappingProxyType(
     {
         "aten.mm.out": torch.mm,
         "aten.addmm.out": torch.addmm,
@@ -56,19 +58,21 @@ QUICK: Mapping[str, Callable[..., Any]] = MappingProxyType(
 """The same operators by torch's own bindings, which cost the host a microsecond less."""
 
 
-def reader(args: Sequence[Arg], values: ValueTable, device: torch.device) -> tuple[Read, bool]:
-    """A function that gives the arguments, and whether they are the same in every run."""
+def reader(args: Sequence[Arg], values: ValueTable, device: torch.device) -> Read:
+    """A function that gives the arguments of a run."""
     specs = [_spec(arg, values, device) for arg in args]
     items = values.items
-    if _constant(specs, values):
-        fixed = [_take(spec, items) for spec in specs]
-        return (lambda: fixed), True
     if any(isinstance(spec, list) for spec in specs):
-        return (lambda: [_take(spec, items) for spec in specs]), False
-    return _by_place([spec for spec in specs if isinstance(spec, int)], items), False
+        return lambda: [_take(spec, items) for spec in specs]
+    return _by_place([spec for spec in specs if isinstance(spec, int)], items)
 
 
-def _by_place(places: Sequence[int], items: list[Any]) -> Callable[[], tuple[Any, ...]]:
+def _differs(arg: Arg) -> bool:
+    """True if an argument may be another one in each run."""
+    return any(map(_differs, arg)) if isinstance(arg, tuple) else isinstance(arg, View | Size)
+
+
+def _by_place(places: Sequence[int], items: list[Any]) -> Results:
     if not places:
         return lambda: ()
     if len(places) == 1:
@@ -97,12 +101,6 @@ def _spec(arg: Arg, values: ValueTable, device: torch.device) -> Places:
 
 def _take(spec: Places, items: list[Any]) -> Any:
     return [_take(item, items) for item in spec] if isinstance(spec, list) else items[spec]
-
-
-def _constant(spec: Places, values: ValueTable) -> bool:
-    if isinstance(spec, list):
-        return all(_constant(item, values) for item in spec)
-    return values.is_constant(spec)
 
 
 def bind_call(
@@ -135,23 +133,21 @@ def bind_call(
     return _copied(op, region is not None and shares, call, values)
 
 
-def _invoke(
-    fn: Callable[..., Any], op: Call, values: ValueTable, device: torch.device
-) -> Callable[..., Any]:
+def _invoke(fn: Operator, op: Call, values: ValueTable, device: torch.device) -> Operator:
     """The operator with the arguments of a run; it is called with the outputs that it fills."""
-    read, fixed = reader(op.args, values, device)
-    names = tuple(name for name, _ in op.kwargs)
-    read_named, named_fixed = reader([value for _, value in op.kwargs], values, device)
-    if not named_fixed:
+    read = reader(op.args, values, device)
+    names, given = [name for name, _ in op.kwargs], [value for _, value in op.kwargs]
+    read_named = reader(given, values, device)
+    if any(map(_differs, given)):
         return lambda **outs: fn(*read(), **dict(zip(names, read_named(), strict=True)), **outs)
     if names:
         fn = partial(fn, **dict(zip(names, read_named(), strict=True)))
-    return partial(fn, *read()) if fixed else lambda **outs: fn(*read(), **outs)
+    return lambda **outs: fn(*read(), **outs)
 
 
 def _region(
     op: Call, region: Region, values: ValueTable, device: torch.device, compile_regions: bool
-) -> tuple[Callable[..., Any], bool]:
+) -> tuple[Operator, bool]:
     views = op.views()
     touched = {view.buffer for view in views} | {buffer.name for buffer in op.fresh}
     boxes = [values.box(view) for view in views]
@@ -162,7 +158,7 @@ def _region(
     return region_calls.inductor(region, layouts, device)
 
 
-def _out_names(fn: Callable[..., Any]) -> tuple[str, ...]:
+def _out_names(fn: Operator) -> tuple[str, ...]:
     """The keyword arguments by which an operator takes what it fills."""
     schema = getattr(fn, "_schema", None)
     if schema is not None:
@@ -198,7 +194,7 @@ def _into(
     return run
 
 
-def _copied(op: Call, shares: bool, call: Callable[[], Any], values: ValueTable) -> Thunk:
+def _copied(op: Call, shares: bool, call: Operator, values: ValueTable) -> Thunk:
     items, outs = values.items, [values.own(view) for view in op.outs]
     places = dict.fromkeys(map(values.own, op.views())) if shares else {}
 
@@ -225,7 +221,7 @@ def _flat(result: Any) -> list[torch.Tensor]:
     return []
 
 
-def _fresh(op: Call, shares: bool, call: Callable[[], Any], values: ValueTable) -> Thunk:
+def _fresh(op: Call, shares: bool, call: Operator, values: ValueTable) -> Thunk:
     """A call that makes its own outputs; they never share memory with its arguments."""
     made = [_Made(buffer, values) for buffer in op.fresh]
     if len(made) == 1 and not shares:
@@ -311,10 +307,10 @@ def _filled(
     return found
 
 
-def quick_call(op: Call, fn: Callable[..., Any], values: ValueTable) -> Thunk:
+def quick_call(op: Call, fn: Operator, values: ValueTable) -> Thunk:
     """A call of one of `QUICK`, of tensors alone: the shape of its result is compared once."""
     items, (view,) = values.items, op.outs
-    first, second, *third = [values.own(arg) for arg in op.args if isinstance(arg, View)]
+    read = operator.itemgetter(*map(values.own, op.views()))
     out, wanted, known = values.own(view), (), False
 
     def expect(sizes: tuple[int, ...]) -> None:
@@ -329,17 +325,12 @@ def quick_call(op: Call, fn: Callable[..., Any], values: ValueTable) -> Thunk:
 
     values.sizes.follow(values.box(view).sizes, expect)
 
-    def run_two() -> None:
-        fn(items[first], items[second], out=items[out])
+    def run() -> None:
+        fn(*read(items), out=items[out])
         if not known:
             check()
 
-    def run_three() -> None:
-        fn(items[first], items[second], items[third[0]], out=items[out])
-        if not known:
-            check()
-
-    return run_three if third else run_two
+    return run
 
 
 def resized(op: Call, got: Sequence[int], wanted: Sequence[int]) -> ExecutorError:
@@ -348,7 +339,7 @@ def resized(op: Call, got: Sequence[int], wanted: Sequence[int]) -> ExecutorErro
     )
 
 
-Results = Callable[[], tuple[Any, ...]]
+Results = Callable[[], Outputs]
 
 
 def reader_of(returned: Sequence[Arg], plan: Plan, values: ValueTable) -> Results:

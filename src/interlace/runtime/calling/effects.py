@@ -1,17 +1,16 @@
-"""Effects of an operator by torch's own schema and tags: what `ir/operators.txt` is written from.
+"""Effects of an operator: by the table of operators, else by torch's own schema and tags.
 
     >>> effects(torch.ops.aten.add_.Tensor).writes
     ((0, 'self'),)
     >>> confirm(Call(fn="mylib.fill.default", args=(View("x"),)))    # what the table does not know
     ProgramError: 'mylib.fill.default' writes its argument 'x' in place: ...
 
-The lists have what schemas and tags leave out. Whether a result shares memory with an argument is
+Whether a result shares memory with an argument is
 seen when it is made (calls.py); `may_share` says of which operators that has to be looked at.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -19,78 +18,40 @@ from typing import Any, TypeVar
 import torch
 
 from interlace.errors import ProgramError
-from interlace.ir import Call, Region
+from interlace.ir import Arg, Call, Region
 from interlace.ir.operators import Facts, facts_of
 from interlace.kernels import KERNELS
 from interlace.runtime.calling.operators import resolve
 from interlace.torch_private import OpOverload, has_kernel_for_dispatch_key
 
-_STATISTICS = frozenset(
-    {
-        *("batch_norm", "native_batch_norm", "instance_norm", "_batch_norm_impl_index"),
-        *("cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats"),
-        *("batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"),
-    }
-)
-"""Operators that update running_mean and running_var in training; their schemas do not say so."""
-_REMADE = frozenset(
-    {
-        *("set_data", "retain_grad", "record_stream", "rename_", "requires_grad_"),
-        *("_backward", "_coalesced_", "_resize_output_", "resize_as_sparse_"),
-        *("sparse_resize_", "sparse_resize_and_clear_", "resize", "swapaxes_", "squeeze_"),
-    }
-)
-"""Operators that change what an argument is, beside those with torch's tag `inplace_view`."""
-_UNFILLED = frozenset({"_ctc_loss.out", "_ctc_loss.Tensor_out", "fft_ihfft2.out", "fft_ihfftn.out"})
-"""Overloads that leave some of the memory that they are given as it was, for some arguments."""
-_UNWRITTEN = re.compile(r"(new_|_)?empty(_|$)")
-_SHAPE_ONLY = re.compile(
-    r"(full|zeros|ones|empty|rand|randn|randint)_like|new_(full|zeros|ones|empty|empty_strided)"
-    r"|(_foreach_)?(zero|copy)_?|fill_?|normal_functional"
-    r"|(normal|random|uniform|exponential|geometric|cauchy|log_normal)_"
-    r"|(random|uniform|exponential|geometric|cauchy|log_normal)|copy_to"
-)
-_PROBABILITY_GIVEN = re.compile(r"bernoulli(_\.|\.(p|Tensor))")
-_DRAWS = frozenset({"interlace::get_rng_state", "interlace::set_rng_state"})
-
 
 @lru_cache(4096)
 def effects(op: OpOverload) -> Facts:
-    """Effects of a call, beside reading its arguments and making its results."""
-    return effects_by(op._schema, {tag.name for tag in op.tags})
+    """Effects of a call, beside reading its arguments and making its results: by the table of
+    operators, or by torch's own schema and tags where the table lacks it."""
+    return facts_of(str(op)) or effects_by(op._schema, {tag.name for tag in op.tags})
 
 
 def effects_by(schema: Any, tags: Collection[str]) -> Facts:
-    """The same, of an operator with this schema and the tags of these names."""
-    space, _, name = schema.name.partition("::")
+    """Effects of an operator with this schema and the tags of these names."""
     arguments = list(enumerate(schema.arguments))
     writes = [
         (place, argument.name)
         for place, argument in arguments
         if argument.alias_info is not None and argument.alias_info.is_write and not argument.is_out
     ]
-    plain = space in ("aten", "prims")
-    if plain and name in _STATISTICS:
-        running = ("running_mean", "running_var")
-        writes += [(place, arg.name) for place, arg in arguments if arg.name in running]
     rate = next(((i, arg.name) for i, arg in arguments if arg.name == "dropout_p"), None)
-    draws = "nondeterministic_seeded" in tags or schema.name in _DRAWS
-    whole = f"{name}.{schema.overload_name}"
+    draws = "nondeterministic_seeded" in tags
     return Facts(
         writes=tuple(writes),
         outs=tuple(argument.name for _, argument in arguments if argument.is_out),
         draws=draws,
         unless=rate if draws else None,
-        unwritten=plain and (_UNWRITTEN.match(name) is not None or whole in _UNFILLED),
-        shape_only=plain
-        and (
-            _SHAPE_ONLY.fullmatch(name) is not None or _PROBABILITY_GIVEN.match(whole) is not None
-        ),
-        remakes="inplace_view" in tags or (plain and name in _REMADE),
+        remakes="inplace_view" in tags,
     )
 
 
-def may_share(fn: Any) -> bool:
+def may_share(fn: object) -> bool:
     """True if a result may share memory with an argument or another result.
 
     A backend's own kernel makes new results where the schema says nothing else. A composite
@@ -123,7 +84,7 @@ def apart(results: Sequence[T], given: Iterable[torch.Tensor]) -> list[T]:
     return found
 
 
-def fills_list(fn: Any) -> bool:
+def fills_list(fn: object) -> bool:
     """True if an operator takes its outputs as one list."""
     schema = getattr(fn, "_schema", None)
     outs = [] if schema is None else [a for a in schema.arguments if a.is_out]
@@ -157,7 +118,7 @@ def _confirm(op: Call, found: Facts) -> None:
         raise ProgramError(f"{op.fn!r} {'; it '.join(missing)}")
 
 
-def _within(arg: Any, written: Iterable[Any]) -> bool:
+def _within(arg: Arg, written: Iterable[Arg]) -> bool:
     if isinstance(arg, tuple):
         return all(_within(item, written) for item in arg)
     return arg in written

@@ -19,15 +19,17 @@ from typing import Any
 import torch
 
 from interlace.errors import ProgramError
-from interlace.ir import DType
+from interlace.ir import Arg, DType
 from interlace.ir.operators import FIX, WORDS, refusal, split
-from interlace.ir.text.spelling import did_you_mean
 from interlace.kernels import KERNELS
 from interlace.runtime.values import DTYPES
-from interlace.torch_private import OpOverload, all_op_names, find_operator
+from interlace.torch_private import OpOverload, find_operator
+
+Operator = Callable[..., Any]
+"""An operator of torch's, a kernel of ours or a region."""
 
 
-def resolve(fn: str) -> Callable[..., Any]:
+def resolve(fn: str) -> Operator:
     """The operator of that name, or a kernel of ours: Note [What a name may reach]."""
     kernel = KERNELS.get(fn)
     if kernel is not None:
@@ -42,35 +44,16 @@ def resolve(fn: str) -> Callable[..., Any]:
         schema = f"{space}::{name}", "" if overload == "default" else overload
         find_operator(*schema)
     except RuntimeError as error:
-        raise ProgramError(_unknown(fn, space, name)) from error
+        raise ProgramError(
+            f"no operator named {fn!r}. fix: name one of torch's dispatcher with its overload, as "
+            f"aten.add.Tensor, after the import of the library that registers {space}.{name}"
+        ) from error
     found = getattr(getattr(getattr(torch.ops, space), name), overload)
     assert isinstance(found, OpOverload), fn
     return found
 
 
-def _unknown(fn: str, space: str, name: str) -> str:
-    """Message for an operator that the dispatcher lacks, with the overloads that it has."""
-    known = all_op_names()
-    names = [_dotted(found) for found in known if found.partition(".")[0] == f"{space}::{name}"]
-    if names and fn.count(".") == 1:
-        return f"{fn!r} names no overload: write one of {', '.join(sorted(names))}"
-    if not names:
-        names = [_dotted(found) for found in known if found.startswith(f"{space}::")]
-    if not names:
-        return (
-            f"no operator named {fn!r}, and none at all of {space}: import the library that "
-            "registers it before the call is bound"
-        )
-    hint = did_you_mean(fn, names, f"operators of {space} are")
-    return f"no operator named {fn!r}: {hint}"
-
-
-def _dotted(name: str) -> str:
-    operator_name, _, overload = name.partition(".")
-    return f"{operator_name.replace('::', '.')}.{overload or 'default'}"
-
-
-def decode(arg: Any, device: torch.device) -> Any:
+def decode(arg: Arg, device: torch.device) -> Any:
     if isinstance(arg, DType):
         return DTYPES[arg]
     if isinstance(arg, str) and arg.startswith("@"):

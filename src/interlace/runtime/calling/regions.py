@@ -7,10 +7,10 @@ run(x, y)                         # a tuple, one tensor for each of the region's
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,7 +19,10 @@ from interlace.ir import Arg, Name, Region
 from interlace.runtime.calling.effects import apart, may_share
 from interlace.runtime.calling.operators import decode, resolve
 
+T = TypeVar("T")
 Run = Callable[..., tuple[Any, ...]]
+Compiled = Callable[[list[Any]], Sequence[Any]]
+"""Inductor's own function, of a list that it empties."""
 
 
 def eager(region: Region, device: torch.device) -> tuple[Run, bool]:
@@ -60,7 +63,7 @@ def forget() -> None:
 
 @lru_cache(maxsize=512)
 def _compiled(
-    task: _Task, layouts: tuple[Layout, ...], device: torch.device, settings: tuple[Any, ...]
+    task: _Task, layouts: tuple[Layout, ...], device: torch.device, settings: tuple[Hashable, ...]
 ) -> tuple[Run, bool]:
     region = task.region
     module = graph_module(region, device)
@@ -79,7 +82,7 @@ def _compiled(
 
 def compile_graph(
     module: torch.fx.GraphModule, layouts: Sequence[Layout], device: torch.device
-) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
+) -> Compiled:
     """Inductor's own function of a list: `standalone_compile` adds 20 microseconds a call."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -94,9 +97,7 @@ def compile_graph(
     return _compiled_by_inductor(module, fakes, mode)
 
 
-def compile_symbolic(
-    module: torch.fx.GraphModule, inference: bool
-) -> Callable[[list[Any]], Sequence[Any]]:
+def compile_symbolic(module: torch.fx.GraphModule, inference: bool) -> Compiled:
     """The same for a graph as it was traced, with its symbols, while TorchDynamo takes guards.
     Of an inference graph Inductor is told all that torch.compile tells it."""
     from interlace.torch_private import TracingContext, detect_fake_mode
@@ -115,7 +116,7 @@ def _compiled_by_inductor(
     mode: Any,
     passes: Sequence[Callable[[torch.fx.GraphModule], torch.fx.GraphModule]] = (),
     lasting: Sequence[int] = (),
-) -> Callable[[list[Any]], Sequence[Any]]:
+) -> Compiled:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     from interlace.torch_private import (
@@ -141,7 +142,7 @@ def _compiled_by_inductor(
 
 
 def _shares(
-    call: Callable[[list[Any]], Sequence[torch.Tensor]],
+    call: Compiled,
     layouts: Sequence[Layout],
     device: torch.device,
     divides: bool,
@@ -163,7 +164,7 @@ def _harmless(layout: Layout, device: torch.device, divides: bool) -> torch.Tens
     return torch.full((count,), fill, dtype=dtype, device=device).as_strided(sizes, strides)
 
 
-def unpack(results: Sequence[Any], count: int, fn: str) -> Sequence[Any]:
+def unpack(results: Sequence[T], count: int, fn: str) -> Sequence[T]:
     """The results of an operator that gives several, as many as the region has names for."""
     if len(results) != count:
         raise ProgramError(f"{fn} gives {len(results)} results, and the region names {count}")

@@ -26,7 +26,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import profiler
 
 from interlace import ir
 from interlace.comm.cuda.driver import Driver, Event
@@ -43,9 +42,7 @@ from interlace.runtime.cuda.launches.fused import (
 from interlace.runtime.cuda.launches.transfers import collective, messages
 from interlace.runtime.cuda.waits.waiting import holds
 from interlace.runtime.engine import EngineContext, unbound
-from interlace.runtime.flight import range_names
 from interlace.runtime.prepare.plan import callers, homes, listed
-from interlace.torch_private import is_profiler_enabled
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine
@@ -351,8 +348,6 @@ class Binding:
         self.aside = self.sides[0] if self.sides else self.main
         """Where the hand-over between runs is issued: off the stream that computes, if possible."""
         self.binder = Binder(self)
-        self.sites: dict[Thunk, int | None] = {}
-        """Site of each step; a step that several ops share has none."""
         self.steps = self._bind()
         self._ends = [(lane, driver.event()) for lane in self.sides]
         self._counted = [space for space in spaces.values() if space.uses]
@@ -375,9 +370,7 @@ class Binding:
             lane = self.lanes[op.stream]
             waits = isinstance(op, ir.HostSync)
             for step in binder.steps(index, op, number):
-                step = self._watched(index, step)
-                steps.append((None if waits else lane, step))
-                self.sites[getattr(step, "run", step)] = op.site
+                steps.append((None if waits else lane, self._watched(index, step)))
             steps += [(lane, binder.drop(name, lane)) for name in released]
         return brought_together(steps)
 
@@ -407,20 +400,10 @@ class Binding:
             driver.record(stream, entry)
         for lane in self.sides:
             driver.wait_event(lane.handle, entry)
-        if is_profiler_enabled():
-            self._issue_in_ranges()
-        else:
-            for step in self.steps:
-                step()
+        for step in self.steps:
+            step()
         if self._ends:
             self.join()
-
-    def _issue_in_ranges(self) -> None:
-        """Each step in a range for the profiler."""
-        names = range_names(self.context.plan.program)
-        for step in self.steps:
-            with profiler.record_function(names[self.sites.get(step)]):
-                step()
 
     def join(self) -> None:
         driver, main = self.driver, self.main
@@ -430,7 +413,7 @@ class Binding:
 
     def shut(self) -> None:
         """Lets go of the steps: a run that begins now is an error."""
-        self.steps, self.sites = [_closed], {}
+        self.steps = [_closed]
 
     def close(self) -> None:
         self.shut()

@@ -29,13 +29,13 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.autograd import profiler
 from torch.autograd.graph import increment_version
 
 from interlace.comm import TeamComm, Use
 from interlace.comm.cuda.driver import Driver, Event
 from interlace.errors import BackendError, ExecutorError
 from interlace.ir import Alloc, Call, Copy, Free, views_in
+from interlace.runtime.calling.calls import Outputs
 from interlace.runtime.cuda.binder import Binding
 from interlace.runtime.cuda.graphs.graphs import Graphs
 from interlace.runtime.cuda.graphs.warm_up import warm_up
@@ -48,10 +48,11 @@ from interlace.torch_private import (
     cuda_device,
     cuda_raw_stream,
     is_cuda_stream_capturing,
-    is_profiler_enabled,
     set_grad_enabled,
 )
 
+Fit = Callable[[Sequence[torch.Tensor]], Any]
+"""Tells whether tensors fit, or (with graphs) at which addresses they do."""
 MARKS = 1024
 """Runs whose begin and end on the device can be told apart: more than a device queues, which is 340
 of those with the fewest entries, their two marks and a graph (H200, CUDA 13)."""
@@ -114,21 +115,19 @@ class CudaEngine(Engine):
         self._owners: list[Any] = [*self.sides] or [self]
         self._uses: dict[tuple[int, ...], Mapping[str, Use]] = {(): NO_USES}
         self.graphs: Graphs | None = None
-        self._range = f"interlace {context.plan.program.name} (graph)"
         self.warm = False
         """True once a run has been issued op by op, as graphs need before they are captured."""
         self.issued = self.entered = 0
         self.since = 0.0
         self._here = Here()
-        self._start = context.values.starter((*context.inputs.names, *context.outputs.names))
         self.changes, self._lent = Changes(context), lent(context, self.binding)
         self._index = context.device.index or 0
         self._raw_stream: Callable[[int], int] = cuda_raw_stream
         self._capturing: Callable[[], bool] = is_cuda_stream_capturing
         self._current: Callable[[], int] = cuda_device
         self._grad: Callable[[bool], None] = set_grad_enabled
-        self._fit: Callable[[Any], Any] = context.inputs.fit
-        self._fit_outputs: Callable[[Any], Any] = context.outputs.fit
+        self._fit: Fit = context.inputs.fit
+        self._fit_outputs: Fit = context.outputs.fit
         watchdog().add(self.watched)
         watchdog().start()
         for team, _, _ in self._teams:
@@ -163,13 +162,14 @@ class CudaEngine(Engine):
 
     def issue(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None, at: Any = None
-    ) -> tuple[Any, ...]:
+    ) -> Outputs:
         """Issues a run and gives its results, which are there once the caller's stream is. Copies
         into and out of a graph are part of the run: the next one uses the same memory."""
         if at is None:  # `admit` did not look at the current device
             with torch.cuda.device(self.device):
                 return self.issue(inputs, out, ())
-        self.refuse_nested()
+        if self._under_way:
+            raise self.nested()
         driver, graphs, pair, turn = self.driver, self.graphs, None, 0
         if self._teams:
             self._enter(inputs, out)
@@ -193,11 +193,7 @@ class CudaEngine(Engine):
                         driver.record(stream, begin)
                     if pair.moves:
                         pair.bring(stream, given)
-                    if is_profiler_enabled():
-                        with profiler.record_function(self._range):
-                            pair.launch[turn](stream)
-                    else:
-                        pair.launch[turn](stream)
+                    pair.launch[turn](stream)
                     if pair.moves:
                         pair.take(given)
                     results = pair.gives[turn](given)
@@ -263,7 +259,7 @@ class CudaEngine(Engine):
         out: Sequence[torch.Tensor] | None,
         stream: int,
         begin: Event,
-    ) -> tuple[Any, ...]:
+    ) -> Outputs:
         """Issues the ops one by one, in a table of this run's tensors."""
         context, had_grad = self.context, torch.is_grad_enabled()
         self._under_way = True
@@ -271,7 +267,7 @@ class CudaEngine(Engine):
             if had_grad:
                 self._grad(False)
             made = context.outputs.new() if out is None else out
-            self._start((*inputs, *made), self.uses() if self.sides else NO_USES)
+            context.values.start((*inputs, *made), self.uses() if self.sides else NO_USES)
             if context.options.trace:
                 self.timed.begin()
             for side in self._used:

@@ -36,12 +36,12 @@ class Lane:
 
     name: str
     handle: int = 0
-    stream: Any = None
+    stream: torch.cuda.Stream | None = None
     """The torch stream; None for the caller's, which is current anyway."""
 
     @classmethod
     def own(cls, name: str, device: torch.device) -> Lane:
-        stream: Any = torch.cuda.Stream(device, priority=-1)
+        stream = torch.cuda.Stream(device, priority=-1)
         return cls(name, int(stream.cuda_stream), stream)
 
     def within(self, run: Thunk) -> Thunk:
@@ -165,7 +165,7 @@ class OpTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._timed: list[tuple[int, Any, Any]] = []
+        self._timed: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
         self._origin: Any = None
         self._began = 0.0
 

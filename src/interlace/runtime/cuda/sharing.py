@@ -6,14 +6,14 @@ resources = share(request)       # all ranks, together
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from interlace.comm import Registered
 from interlace.comm.cuda.memory import CudaSlot, slot_keys
 from interlace.comm.cuda.words import CudaSpace
-from interlace.ir import Expect, Get, Notify, Program, Put
+from interlace.ir import Program
 from interlace.runtime.cuda.launches.transfers import ensure_area
 from interlace.runtime.engine import ShareRequest, TeamResources
 from interlace.runtime.prepare.plan import Plan
@@ -41,7 +41,7 @@ def _share(request: ShareRequest) -> TeamResources:
     graphs: tuple[dict[str, CudaSpace], ...] = tuple({} for _ in GRAPHS) if graph else ()
     keys = slot_keys(plan.takes, plan.buffers, lambda: shared_places(request.programs()))
     signals, span = signals_of(plan.program)
-    raises = reaches(plan, Notify)
+    raises = reaches(plan, "raises")
     request.refuse_memory()
     inputs = [buffer.name for buffer in plan.program.params if buffer.kind == "input"]
     registered: dict[str, Registered] = {}
@@ -60,7 +60,8 @@ def _share(request: ShareRequest) -> TeamResources:
             kept.callback(side.slots.let_go, slot)
         slots.update({name: found[key] for name, key in named.items()})
         known, uses = signals.get(name, ()), name in signals or bool(mine)
-        got = [op.src.buffer for op in plan.program.ops if isinstance(op, Get)]
+        copies = [op for op in plan.program.ops if op.one_sided]
+        got = [a.view.buffer for op in copies for a in op.reads() if a.peer is not None]
         rest = known, span, uses, [named[buffer] for buffer in got if buffer in named], limit
         spaces[name] = CudaSpace(side, topic, *rest)
         kept.callback(spaces[name].close)
@@ -95,32 +96,33 @@ def signals_of(program: Program) -> tuple[dict[str, tuple[str, ...]], int]:
     found: dict[str, dict[str, None]] = {}
     span = 1
     for op in program.ops:
-        for member in op.steps:
-            if isinstance(member, Notify | Expect):
-                span = max(span, member.value + 1)
-                names = found.setdefault(member.team, {})
-                if isinstance(member, Expect):
-                    names[member.signal] = None
-            elif isinstance(member, Put | Get):
-                found.setdefault(member.team, {})
+        for access in (*op.reads(), *op.writes()) if op.one_sided else ():
+            if access.team is not None:
+                found.setdefault(access.team, {})
+        for order in (member.ordering() for member in op.steps):
+            for level in filter(None, (order.raises, order.expects)):
+                span = max(span, level.value + 1)
+                names = found.setdefault(level.team, {})
+                if level is order.expects:
+                    names[level.signal] = None
     return {team: tuple(names) for team, names in found.items()}, span
 
 
-def reaches(plan: Plan, kind: type[Notify | Expect]) -> dict[str, dict[str, list[int]]]:
+def reaches(plan: Plan, kind: Literal["raises", "expects"]) -> dict[str, dict[str, list[int]]]:
     """Highest value by team and signal that each member is told, or that is awaited of it."""
     found: dict[str, dict[str, list[int]]] = {}
-    for op in plan.program.ops:
-        for item in op.steps:
-            if isinstance(item, kind):
-                none = [0] * len(plan.where.member(item.team).ranks)
-                values = found.setdefault(item.team, {}).setdefault(item.signal, none)
-                for member in plan.members(item.team, item.peer):
-                    values[member] = max(values[member], item.value)
+    for order in (item.ordering() for op in plan.program.ops for item in op.steps):
+        level = order.raises if kind == "raises" else order.expects
+        if level is not None:
+            none = [0] * len(plan.where.member(level.team).ranks)
+            values = found.setdefault(level.team, {}).setdefault(level.signal, none)
+            for member in plan.members(level.team, level.peer):
+                values[member] = max(values[member], level.value)
     return found
 
 
 def hears_all(plan: Plan, team: str) -> bool:
     """True if a run awaits a signal of every other rank of a team."""
-    member, signals = plan.where.member(team), reaches(plan, Expect).get(team, {})
+    member, signals = plan.where.member(team), reaches(plan, "expects").get(team, {})
     heard = {source for told in signals.values() for source, value in enumerate(told) if value}
     return len(heard - {member.index}) == len(member.ranks) - 1 > 0

@@ -10,6 +10,7 @@ team's collectives. `check` raises where a wait has become pointless.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,8 +18,7 @@ from typing import TYPE_CHECKING
 
 from interlace import ir
 from interlace.comm import (
-    OwnMessage,
-    OwnTransfer,
+    Mailbox,
     Transfer,
     bind_collective,
     bind_peer_collective,
@@ -42,9 +42,9 @@ class HostBinder:
         self.resources = context.resources
         self.regions = {region.name: region for region in context.plan.program.regions}
         self.order = order
-        self.own_messages: dict[tuple[str, int], OwnMessage] = {}
-        """Messages of this rank to itself, by team and number."""
-        self.wait_of = lambda index, member=0: context.wait(index, check, member)
+        self.mailboxes = defaultdict[str, Mailbox](Mailbox)
+        """Messages of this rank to itself, by team."""
+        self.wait_of = lambda index: context.wait(index, check)
 
     def bind(self, index: int, op: ir.Op, member: int = 0) -> Thunk | None:
         """The function that runs an op, or member number `member` of the Fused at `index`; None
@@ -57,12 +57,12 @@ class HostBinder:
                 return self.copy(self.values.own(op.src), self.values.own(op.dst))
             case ir.Alloc(buffer=buffer) if buffer.kind == "symmetric":
                 return self.take(index, buffer.name)
-            case ir.Free(buffer=name):
+            case ir.Free(buffer=name) if self.plan.buffers[name].kind in ("symmetric", "fresh"):
                 return self.free(name)
             case ir.Record() | ir.HostSync():
                 return lambda: self.order.reach((index, member))
             case ir.Wait():
-                return self.pass_by(self.plan.waits[index, member], index, member)
+                return self.pass_by(self.plan.waits[index, member], index)
             case ir.Collective():
                 return self.collective(index, op)
             case ir.Send() | ir.Recv():
@@ -82,23 +82,20 @@ class HostBinder:
                 cells = space.notifier(op.signal, self.plan.members(op.team, op.peer))
                 return lambda: space.notify(cells, value)
             case ir.Expect():
-                space, wait = self.resources.spaces[op.team], self.wait_of(index, member)
+                space, wait = self.resources.spaces[op.team], self.wait_of(index)
                 facts = op.signal, self.plan.members(op.team, op.peer), op.value
                 return lambda: space.expect(*facts, wait)
-            case ir.Alloc():
-                return None  # its memory is there
+            case ir.Alloc() | ir.Free():
+                return None  # its memory is there, and stays
             case _:
                 raise unbound(op, "the CPU")
 
-    def pass_by(self, point: ir.Spot, index: int, member: int = 0) -> Thunk:
-        order, wait = self.order, self.wait_of(index, member)
+    def pass_by(self, point: ir.Spot, index: int) -> Thunk:
+        order, wait = self.order, self.wait_of(index)
         return lambda: order.pass_by(point, wait)
 
     def copy(self, src: int, dst: int) -> Thunk:
         items = self.values.items
-        if self.values.is_constant(src) and self.values.is_constant(dst):
-            source, target = items[src], items[dst]
-            return lambda: target.copy_(source)
         return lambda: items[dst].copy_(items[src])
 
     def meeting(self, index: int, team: str, peer: int, src: int, dst: int) -> Thunk:
@@ -117,20 +114,18 @@ class HostBinder:
         control = self.resources.teams[self.plan.takes[name]].control
         return lambda: slot.take(uses[name], wait, control.where)
 
-    def free(self, name: str) -> Thunk | None:
-        kind = self.plan.buffers[name].kind
-        if kind == "symmetric":
+    def free(self, name: str) -> Thunk:
+        """Gives back the slot of a symmetric buffer, or the memory of a fresh one."""
+        if self.plan.buffers[name].kind == "symmetric":
             slot, uses = self.resources.slots[name], self.resources.uses
             return lambda: slot.free(uses[name])
-        if kind == "fresh":
-            items, places = self.values.items, self.values.family(name)
+        items, places = self.values.items, self.values.family(name)
 
-            def run() -> None:
-                for place in places:
-                    items[place] = None
+        def run() -> None:
+            for place in places:
+                items[place] = None
 
-            return run
-        return None
+        return run
 
     def collective(self, index: int, op: ir.Collective) -> Thunk:
         """Waits for its turn in the team's queue and for every member; then runs."""
@@ -169,13 +164,9 @@ class HostBinder:
         places: list[int] = []
         for number, op in enumerate(ops):
             message, sends = self.plan.messages[index, number], isinstance(op, ir.Send)
-            facts = self.resources.teams[op.team], message.member, sends
-            if not message.backend:
-                own = self.own_messages.setdefault((op.team, message.nth), OwnMessage())
-                parts.append(OwnTransfer(*facts, own))
-            else:
-                backend = self.resources.backends[op.team, message.backend]
-                parts.append(Transfer(*facts, backend, message.nth))
+            facts, name = (self.resources.teams[op.team], message.member, sends), message.backend
+            carrier = self.resources.backends[op.team, name] if name else self.mailboxes[op.team]
+            parts.append(Transfer(*facts, carrier, message.nth))
             places.append(self.values.own(op.src if isinstance(op, ir.Send) else op.dst))
         wait, items = self.wait_of(index), self.values.items
         return lambda: exchange(parts, [items[place] for place in places], wait)

@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from operator import length_hint
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import torch
 
@@ -33,14 +32,13 @@ from interlace.comm.between_hosts import ASK_S
 from interlace.comm.control import DONE, ENTERED, PROGRESS, STREAMS, progress_of
 from interlace.comm.rendezvous.patience import Patience
 from interlace.errors import ExecutorError, InterlaceError, PeerError
-from interlace.ir import VALUE_BITS, Collective, Group, Op, Recv, Send
-from interlace.runtime.calling.calls import Thunk, in_turn
+from interlace.ir import VALUE_BITS, Op
+from interlace.runtime.calling.calls import Outputs, Thunk, in_turn
 from interlace.runtime.engine import Engine, EngineContext, ShareRequest, TeamResources
-from interlace.runtime.flight import in_range, range_names
 from interlace.runtime.host.binder import HostBinder
 from interlace.runtime.prepare.plan import listed
 from interlace.runtime.prepare.registered import written
-from interlace.torch_private import is_profiler_enabled, set_grad_enabled
+from interlace.torch_private import set_grad_enabled
 
 GRACE_S = 1.0
 """Seconds in which a failed transfer looks for the peer whose end explains it."""
@@ -70,14 +68,16 @@ class CpuEngine(Engine):
         """The stream that hangs in a computation, if one does."""
         self._grace_s = GRACE_S + (ASK_S if self._apart else 0.0)
         streams = context.plan.program.streams()
-        self._entered: list[Any] = [control for _, _, control in self._teams]
-        """Objects that every run enters; the cells of the last tell where all the streams are."""
-        own = len(streams) > (STREAMS if self._teams else 1) or context.options.trace
-        if own:
-            self._entered.append(LocalProgress(len(streams)))
+        self._controls = [control for _, _, control in self._teams]
+        self._told: list[Cells] = [control.cells for control in self._controls]
+        """The cells in which streams tell where they are; the last ones tell it of all streams."""
+        self._own: list[int] = []
+        if len(streams) > (STREAMS if self._teams else 1) or context.options.trace:
+            self._own = [0] * (PROGRESS + 2 * len(streams))
+            self._told.append(self._own)
         flight, progress = self._flight, NOWHERE
-        if self._entered:
-            progress = partial(progress_of, self._entered[-1].cells, len(streams))
+        if self._told:
+            progress = partial(progress_of, self._told[-1], len(streams))
             flight.follow(progress)
         self._order = StreamOrder(lambda: [op for op, _ in progress(flight.run)], self._grace_s)
         self._first, *self._others = self._bind(context) or [Stream("")]
@@ -85,7 +85,6 @@ class CpuEngine(Engine):
         self._uses, self._end = resources.uses, context.values.end
         self._takes = [(buffer, resources.slots[buffer]) for buffer in context.plan.takes]
         self._values = context.values
-        self._start = context.values.starter((*self._inputs.names, *self._outputs.names))
         self._grad: Callable[[bool], None] = set_grad_enabled
 
     @staticmethod
@@ -112,37 +111,46 @@ class CpuEngine(Engine):
 
     def _bind(self, context: EngineContext) -> list[Stream]:
         """Every op as a step of its stream; of one stream for all with the option `in_order`."""
-        plan = context.plan
+        plan, alone = context.plan, context.options.in_order
         binder = HostBinder(context, self._order, self.check)
         streams: dict[str, Stream] = {}
         lanes = {stream: lane for lane, stream in enumerate(plan.program.streams())}
-        told = [entered.cells for entered in self._entered]
-        alone = context.options.in_order
+        told = self._told
+        ends: dict[int, Stream] = {}
         for index, op, single, released in listed(plan.program, alone):
             name = "" if alone else op.stream
             stream = streams.setdefault(name, Stream(name))
             for point in plan.syncs.get(index, ()):
-                stream.steps.append(((), 0, index, binder.pass_by((point, 0), index)))
+                stream.add(index, binder.pass_by((point, 0), index))
             runs: list[Thunk] = []
             for number, member in enumerate(op.steps):
-                if single not in (None, number):
-                    continue
-                run = binder.bind(index, member, number)
-                if run is not None:
+                if single in (None, number) and (run := binder.bind(index, member, number)):
                     runs.append(run)
             if runs:
-                lane = lanes[op.stream]
-                stream.told = told if lane < STREAMS else told[-1:]
-                stream.last = PROGRESS + 2 * lane
-                run = self._watched(index, op, in_turn(runs))
-                stream.steps.append((stream.told, stream.last, index, run))
+                run, lane = self._watched(index, op, in_turn(runs)), lanes[op.stream]
+                if told:
+                    run, ends[lane] = self._telling(told, lane, index, run), stream
+                stream.add(index, run)
             for buffer in released:
-                release = binder.free(buffer)
-                assert release is not None
-                stream.steps.append(((), 0, index, release))
-        for stream in streams.values():
-            stream.runs = [run for *_, run in stream.steps]
+                stream.add(index, binder.free(buffer))
+        for lane, stream in ends.items():
+            stream.add(-1, self._telling(told, lane, DONE, lambda: None))
         return list(streams.values())
+
+    def _telling(self, told: Sequence[Cells], lane: int, index: int, run: Thunk) -> Thunk:
+        """A step that first tells in the cells where its stream is; none begins after a failure."""
+        cells, at = told if lane < STREAMS else told[-1:], PROGRESS + 2 * lane
+        clock = time.monotonic_ns
+
+        def telling() -> None:
+            if self._failure is not None:  # of another stream
+                raise Stopped
+            for each in cells:
+                each[at] = each[ENTERED] << VALUE_BITS | index
+                each[at + 1] = clock()
+            run()
+
+        return telling
 
     def _watched(self, index: int, op: Op, run: Thunk) -> Thunk:
         """A step with what tests and traces want around it."""
@@ -176,33 +184,40 @@ class CpuEngine(Engine):
         inputs: Sequence[torch.Tensor],
         out: Sequence[torch.Tensor] | None,
         at: object | None = None,
-    ) -> tuple[Any, ...]:
+    ) -> Outputs:
         """Enters the teams, fills the table, drives the streams and reads the results."""
-        self.refuse_nested()
+        if self._under_way:
+            raise self.nested()
         entry = self._label.entry
         had_grad = torch.is_grad_enabled()
         try:
             self._under_way = True
             if had_grad:
                 self._grad(False)
-            if self._entered:
-                for entered in self._entered:
-                    self._flight.run = entered.enter(*entry)
+            if self._told:
+                for control in self._controls:
+                    self._flight.run = control.enter(*entry)
+                if self._own:
+                    self._own[ENTERED] += 1
+                    self._flight.run = self._own[ENTERED]
                 for control, contacts in self._apart:
                     control.begin(contacts)
+                for control, _ in self._apart:
+                    wait = self.context.wait_for("the begin of a run", self.check_teams)
+                    control.meet_all(wait)
                 for buffer, slot in self._takes:
                     self._uses[buffer] = slot.next_use()
                 self._order.next_run()
                 self._spans.clear()
             if out is None:
-                out = self._outputs.new()
+                out = self._outputs.new() if self._outputs.names else ()
             held = self._values.registered
             if held:
                 self._inputs.check_places(inputs)
                 self._outputs.check_places(out)
                 for each in held.values():
                     each.enter()
-            self._start((*inputs, *out), self._uses)
+            self._values.start((*inputs, *out), self._uses)
             if self._others:
                 self._drive_all()
             else:
@@ -216,11 +231,9 @@ class CpuEngine(Engine):
                     del failure  # else its own traceback would keep it, and the run's tensors
             for each in held.values():
                 each.leave()
-            for control, _ in self._apart:  # whose messages had no elements
-                control.meet_all(self.context.wait_for("the end of a run", self.check))
             results = self._results()
-            for entered in self._entered:
-                entered.leave()
+            for control in self._controls:
+                control.leave()
             self._leave(had_grad)
             return results
         except BaseException:
@@ -240,7 +253,8 @@ class CpuEngine(Engine):
         """Raises where waiting on is pointless: this rank or a peer has failed."""
         if self._failure is not None:
             raise Stopped
-        self.check_teams()
+        for _, _, control in self._teams:
+            control.check()
 
     def _drive_all(self) -> None:
         """Runs every stream to its end, each on its thread; an interrupt stops the streams before
@@ -280,39 +294,15 @@ class CpuEngine(Engine):
 
     def _drive(self, stream: Stream) -> None:
         """Runs the steps of one stream; what goes wrong stops all streams and tells the peers."""
-        left: Iterator[object] = iter(stream.steps)
+        left = iter(stream.runs)
         try:
-            if is_profiler_enabled():
-                stream = self._ranged(stream)
-            if not stream.told:
-                left = iter(stream.runs)
-                for run in left:
-                    run()
-                return
-            left, clock = iter(stream.steps), time.monotonic_ns
-            for told, at, index, run in left:
-                if self._failure is not None:  # of another stream
-                    raise Stopped
-                for cells in told:
-                    cells[at] = cells[ENTERED] << VALUE_BITS | index
-                    cells[at + 1] = clock()
+            for run in left:
                 run()
-            for cells in stream.told:
-                cells[stream.last] = cells[ENTERED] << VALUE_BITS | DONE
         except Stopped:
             pass
         except BaseException as error:
-            done = len(stream.steps) - length_hint(left)
-            self._fail(error, stream.steps[done - 1][2] if done else -1)
-
-    def _ranged(self, stream: Stream) -> Stream:
-        """The stream with each step in a range for the profiler."""
-        ops, names = self._program.ops, range_names(self._program)
-        steps = [
-            (*step, index, in_range(names[ops[index].site], run))
-            for *step, index, run in stream.steps
-        ]
-        return replace(stream, steps=steps, runs=[run for *_, run in steps])
+            done = len(stream.runs) - length_hint(left)
+            self._fail(error, stream.ops[done - 1] if done else -1)
 
     def _fail(self, error: BaseException, index: int) -> None:
         """Keeps the error of op `index` (-1: of none), and tells peers and the other streams. An
@@ -334,7 +324,8 @@ class CpuEngine(Engine):
             if text not in str(error):
                 error.args = (f"{error}\nwhile running {text}", *error.args[1:])
             return error
-        if isinstance(op, Collective | Send | Recv | Group) and isinstance(error, RuntimeError):
+        moves = op.ordering().meets is not None or op.ordering().messages
+        if moves and isinstance(error, RuntimeError):
             first = str(error).splitlines()[0]
             known = self._peer_behind() or PeerError(f"a transfer failed: {first}")
             known.args = (f"{known}\nwhile running {text}", *known.args[1:])
@@ -365,24 +356,24 @@ class CpuEngine(Engine):
         for worker in workers:
             worker.stop(wait=worker.name != self._lost)
         for stream in (self._first, *self._others):  # whose steps hold this engine, and its teams
-            stream.steps, stream.runs = [], []
+            stream.runs, stream.ops = [], []
 
-
-Step = tuple[Sequence[Any], int, int, Thunk]
-"""The cells that tell of it (none, as of what only comes along with an op), its place in them, the
-op, the call."""
 
 Bell = SimpleQueue[None]
+Cells = memoryview | list[int]
 
 
 @dataclass(slots=True)
 class Stream:
+    """The steps of one stream, and the op that each belongs to (-1: its end)."""
+
     name: str
-    steps: list[Step] = field(default_factory=list[Step])
     runs: list[Thunk] = field(default_factory=list[Thunk])
-    told: Sequence[Any] = ()
-    last: int = 0
-    """The cells, and the place in them, that say that the stream is done."""
+    ops: list[int] = field(default_factory=list[int])
+
+    def add(self, index: int, run: Thunk) -> None:
+        self.runs.append(run)
+        self.ops.append(index)
 
 
 Task = tuple[Stream, tuple[int, bool]]
@@ -435,21 +426,6 @@ class StreamOrder:
                 rung(bell, SLICE_S)
         finally:
             self._waiting.pop(bell, None)
-
-
-class LocalProgress:
-    """Cells like a team's control block, where no team has them for these streams."""
-
-    def __init__(self, num_streams: int) -> None:
-        self.cells = [0] * (PROGRESS + 2 * num_streams)
-
-    def enter(self, *_: object) -> int:
-        """The number of the run that begins."""
-        self.cells[ENTERED] += 1
-        return self.cells[ENTERED]
-
-    def leave(self) -> None:
-        """Nobody waits for the end."""
 
 
 class StreamThread:

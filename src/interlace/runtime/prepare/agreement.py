@@ -13,14 +13,13 @@ A rank that does not come is named, which also tells a recompilation on one rank
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import compress
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -33,17 +32,16 @@ from interlace.errors import (
     SoundnessError,
     TeamError,
 )
-from interlace.ir import Arg, Call, Loc, Name, Program, View, parse, print_program
+from interlace.ir import Arg, Call, Loc, Name, Node, Program, View, parse, print_program
 from interlace.options import Options
 from interlace.runtime.prepare.registered import Registration
 from interlace.verify import Report, check
 
-TOLD_S = 5.0
-"""Seconds that another rank may take longer than this one to find a fault that both find."""
 LATER_S = 0.5
 """Seconds that another rank may have begun later than this one: one that waits for a rank of
 another team then gives up first, and its verdict names that rank."""
 
+Step = TypeVar("Step", Call, Node)
 ALIKE = {"in_order": ("in order", "on its streams"), "graph": ("in CUDA graphs", "op by op")}
 """Options that all ranks have alike, with what a rank does where they are set, and where not."""
 
@@ -103,7 +101,7 @@ def skeleton(program: Program) -> Program:
             return View(arg.buffer) if arg.buffer in inputs else arg
         return arg if isinstance(arg, Name) else None
 
-    def strip(call: Any) -> Any:
+    def strip(call: Step) -> Step:
         kwargs = tuple((key, bare(value)) for key, value in call.kwargs)
         return replace(call, args=tuple(map(bare, call.args)), kwargs=kwargs)
 
@@ -130,7 +128,7 @@ def agree_and_prove(
     plain = essence(program)
     text = print_program(plain)
     mine: Note = {
-        "step": "prepare",
+        "step": "prepare Program",
         "rank": rank,
         "name": program.name,
         "hash": digest(text),
@@ -147,12 +145,10 @@ def agree_and_prove(
     board, me = teams[0].board, teams[0].rank
     entries = gather(mine, teams, timeout_s, found.problem)
     _check_options(entries)
-    place = _places(entries.values())[0]  # the same on all ranks, whose own teams differ
-    with _told_once(board, f"{place}/fault", me, min(entries)):
-        if len({entry["skeleton"] for entry in entries.values()}) > 1:
-            report, texts = _verify_set(board, entries, me, text, timeout_s)
-        else:
-            report, texts = _proof(program, in_order), ()
+    if len({entry["skeleton"] for entry in entries.values()}) > 1:
+        report, texts = _verify_set(board, entries, me, text, timeout_s)
+    else:
+        report, texts = _proof(program, in_order), ()
     parts = sorted((entry["rank"], entry["hash"]) for entry in entries.values())
     # With where it was prepared: two Executors of equal Programs must not take each other's data.
     tag = int(digest(repr((parts, _places(entries.values()))))[:16], 16)
@@ -174,7 +170,7 @@ def gather(
     All of these ranks get them, or none. Where a rank has a `problem`, all raise it."""
     if problem is not None:
         mine |= failure(problem)
-    meet(teams, f"prepare Program {mine['name']!r}", timeout_s)
+    meet(teams, doing(mine), timeout_s)
     left: list[str] = []
     board, me = teams[0].board, teams[0].rank
     mine["teams"] = []
@@ -194,7 +190,7 @@ def gather(
         entries = _collect(board, me, mine, timeout_s, look)
     board.forget(entries, [*left, *(f"{place}/{me}" for place in places), _text_of(me, mine)])
     if len({entry["step"] for entry in entries.values()}) > 1:
-        steps = [f"rank {r} to {e['step']} {e['name']!r}" for r, e in sorted(entries.items())]
+        steps = [f"rank {rank} to {doing(entry)}" for rank, entry in sorted(entries.items())]
         raise AgreementError(
             f"ranks meet to do different things: {', '.join(steps)}. Every rank must compile and "
             "prepare the same Programs in the same order"
@@ -207,28 +203,18 @@ def gather(
     return entries
 
 
-@contextlib.contextmanager
-def _told_once(board: Board, topic: str, me: int, first: int) -> Iterator[None]:
-    """A fault that all ranks find: the first of them raises the whole report, the others a line.
-    They wait until it has found it too, since launchers end all ranks once one has ended."""
-    try:
-        yield
-    except SoundnessError as error:
-        with contextlib.suppress(InterlaceError):
-            if me == first:
-                board.post(topic, {})
-            else:
-                board.collect({first: topic}, TOLD_S)
-        if me == first:
-            raise
-        raise SoundnessError(in_one_line(str(error), first), error.findings, first) from None
+def doing(note: Note) -> str:
+    """The step that a rank comes to a meeting for, in words."""
+    return f"{note['step']} {note['name']!r}"
 
 
-def in_one_line(report: str, rank: int) -> str:
-    """First line of a report, with its first error, and the rank that has all of it."""
-    lines = report.splitlines()
-    faults = [line.removeprefix("error") for line in lines if line.startswith("error: ")]
-    return f"{lines[0]}{faults[0] if faults else ''} (rank {rank} has the whole report)"
+def numbers_of_ranks(team: TeamComm, number: int, what: str, timeout_s: float) -> tuple[int, ...]:
+    """The numbers that all ranks tell of `what`, by shared memory where there is some."""
+    if team.shares_memory:
+        with team.lock:
+            return team.control.exchange(number, timeout_s, what)
+    entries = gather({"step": "call", "name": what, "number": number}, [team], timeout_s)
+    return tuple(entries[rank]["number"] for rank in team.ranks)
 
 
 def _proof(program: Program, in_order: bool) -> Report:
@@ -277,7 +263,8 @@ def _collect(
             missing = [rank for rank in wanted if rank not in came]
             if missing:
                 _, team, number = wanted[missing[0]]
-                what = f"prepare Program {mine['name']!r} (number {number} of team {team})"
+                of_team = f" of team {team}" if team else ""
+                what = f"{doing(mine)} (number {number}{of_team})"
                 why = board.absence(missing, found, what, timeout_s)
                 # One that is over ended the wait. If its verdict raises nothing, all are there by
                 # now, and the other teams' may not be given up.

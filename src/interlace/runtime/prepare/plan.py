@@ -24,6 +24,7 @@ from interlace.errors import ProgramError, UnsupportedError
 from interlace.ir.sizes import greatest, number, numbers
 from interlace.runtime.values import DTYPES, nbytes
 
+Transfer = ir.Collective | ir.Send | ir.Recv
 BackendOf = Callable[[str, str | None], str]
 """The backend that an op of a team uses, given the one that the op asks for."""
 
@@ -48,8 +49,8 @@ class Message:
 
 
 def message_backend(name: str) -> str:
-    """The backend of messages, given that of collectives: through peers' memory there are none."""
-    return "gloo" if name == "peer" else name
+    """The backend of messages, given that of collectives: NCCL's own, else gloo."""
+    return name if name == "nccl" else "gloo"
 
 
 class Plan:
@@ -137,16 +138,19 @@ class Plan:
                 self._signals.setdefault(expects.team, {})[expects.signal] = None
         if order.takes is not None and order.takes.team is not None:
             self._take(order.takes, order.takes.team)
-        if isinstance(op, ir.Collective):
-            self._collective(index, op, backend_of(op.team, op.backend))
-        elif isinstance(op, ir.Send | ir.Recv | ir.Group):
-            for part, item in enumerate(op.ops if isinstance(op, ir.Group) else (op,)):
-                self._message(index, part, item, backend_of(item.team, item.backend))
-        elif order.meets is not None or order.messages:
-            raise UnsupportedError(
-                f"op {index} ({type(op).__name__}) meets peers, and nothing says how: add a case "
-                "to the plan and to the devices' binders"
-            )
+        if order.meets is None and not order.messages:
+            return
+        for part, item in enumerate(op.transfers):
+            match item:
+                case ir.Collective():
+                    self._collective(index, item, backend_of(item.team, item.backend))
+                case ir.Send() | ir.Recv():
+                    self._message(index, part, item, backend_of(item.team, item.backend))
+                case _:
+                    raise UnsupportedError(
+                        f"op {index} ({type(op).__name__}) meets peers, and nothing says how: add "
+                        "a case to the plan and to the devices' binders"
+                    )
 
     def _sync(self, index: int, stream: str, holds_host: bool) -> None:
         """The HostSyncs of other streams that this op is the first of its stream after."""
@@ -182,8 +186,8 @@ class Plan:
         member, backend = self.where.index(op.peer), message_backend(backend)
         if backend == "gloo" and member == self.where.member(op.team).index:
             backend = ""
-        listed = self._sends if isinstance(op, ir.Send) else self._recvs
-        mine = listed.setdefault(op.team, [])
+        (end,) = op.ordering().messages
+        mine = (self._sends if end.sends else self._recvs).setdefault(op.team, [])
         mine.append(Message(backend, member, sum(message.member == member for message in mine)))
         self.messages[index, part] = mine[-1]
 
@@ -191,20 +195,23 @@ class Plan:
 def with_backends(program: ir.Program, backend_of: BackendOf, teams: Collection[str]) -> ir.Program:
     """The Program as it is to be proved: each backend is a queue. Where ops that leave the backend
     open and ops that name it use the same one, the open ones are given its name."""
-    asked: dict[tuple[str, str], set[str | None]] = {}
-    for op in program.ops:
-        if isinstance(op, ir.Collective) and op.team in teams:
-            key = (op.team, backend_of(op.team, op.backend))
-            asked.setdefault(key, set()).add(op.backend)
+    ops, asked = [*program.ops], dict[tuple[str, str], set[str | None]]()
+    for index, op in transfers(program, teams):
+        if op.ordering().meets is not None:
+            name = backend_of(op.team, op.backend)
+            ops[index] = replace(op, backend=name)
+            asked.setdefault((op.team, name), set()).add(op.backend)
     if all(len(names) == 1 for names in asked.values()):
         return program
+    return program.replace(ops=tuple(ops))
 
-    def named(op: ir.Op) -> ir.Op:
-        if isinstance(op, ir.Collective) and op.team in teams:
-            return replace(op, backend=backend_of(op.team, op.backend))
-        return op
 
-    return program.replace(ops=tuple(map(named, program.ops)))
+def transfers(program: ir.Program, teams: Collection[str]) -> Iterator[tuple[int, Transfer]]:
+    """The collectives and messages of these teams, each with the index of its op."""
+    for index, op in enumerate(program.ops):
+        for item in op.transfers:
+            if isinstance(item, Transfer) and item.team in teams:
+                yield index, item
 
 
 def backends_of(
@@ -212,13 +219,9 @@ def backends_of(
 ) -> list[list[str]]:
     """For each of the teams, the backends of torch that a Program's ops there need."""
     found: dict[str, set[str]] = {team: set() for team in teams}
-    for op in program.ops:
-        for item in op.ops if isinstance(op, ir.Group) else (op,):
-            if isinstance(item, ir.Collective | ir.Send | ir.Recv) and item.team in teams:
-                name = backend_of(item.team, item.backend)
-                found[item.team].add(
-                    name if isinstance(item, ir.Collective) else message_backend(name)
-                )
+    for _, op in transfers(program, teams):
+        name = backend_of(op.team, op.backend)
+        found[op.team].add(message_backend(name) if op.ordering().messages else name)
     return [sorted(names - {"peer"}) for names in found.values()]
 
 
@@ -289,14 +292,13 @@ def listed(
     program: ir.Program, one_by_one: bool
 ) -> Iterator[tuple[int, ir.Op, int | None, Sequence[str]]]:
     """The ops as an engine binds them, with the fresh buffers that are released after each; with
-    `one_by_one` (the option `in_order`) the members of a Fused by their numbers, else None."""
+    `one_by_one` (the option `in_order`) their `steps` by number, else None."""
     leaving = releases(program)
     spots = ir.in_order(program.ops) if one_by_one else [(i, 0) for i in range(len(program.ops))]
     for index, member in spots:
         op = program.ops[index]
-        single = member if one_by_one and isinstance(op, ir.Fused) else None
-        last = single is None or member == len(op.steps) - 1
-        yield index, op, single, leaving.get(index, ()) if last else ()
+        last = not one_by_one or member == len(op.steps) - 1
+        yield index, op, member if one_by_one else None, leaving.get(index, ()) if last else ()
 
 
 def callers(program: ir.Program) -> str:
@@ -309,8 +311,8 @@ def homes(program: ir.Program) -> dict[str, str]:
     """The stream that each buffer of a run is allocated on."""
     found, main = dict[str, str](), callers(program)
     for op in program.ops:
-        if isinstance(op, ir.Alloc):
-            found[op.buffer.name] = main
+        if (taken := op.ordering().takes) is not None:
+            found[taken.name] = main
         for access in op.writes():
             found.setdefault(access.view.buffer, op.stream)
     return found
@@ -320,7 +322,7 @@ def releases(program: ir.Program) -> dict[int, list[str]]:
     """Fresh buffers released after each op: used by one stream alone. The Program's own Frees and
     returned buffers are left out."""
     kept = {view.buffer for arg in program.returned() for view in ir.views_in(arg)}
-    kept |= {op.buffer for op in program.ops if isinstance(op, ir.Free)}
+    kept |= {freed for op in program.ops if (freed := op.ordering().frees) is not None}
     streams = {name: {stream} for name, stream in homes(program).items()}
     last: dict[str, int] = {}
     for index, op in enumerate(program.ops):

@@ -74,7 +74,8 @@ def _check(
                 f"declare one as {name}: f32[8, 4].registered(tp)"
             )
     for name in names:
-        _check_memory(program, name, given[name], device, name in written(program))
+        if isinstance(given[name], torch.Tensor):  # else the next check refuses it
+            _check_memory(program, name, given[name], name in written(program))
     Parameters(program.name, "registered parameter", buffers, device).check(
         [given[n] for n in names]
     )
@@ -87,20 +88,14 @@ def _check(
             )
 
 
-def _check_memory(
-    program: Program, name: str, tensor: torch.Tensor, device: torch.device, changed: bool
-) -> None:
-    """Raises ExecutorError unless it is a plain tensor with memory of its own on the device."""
+def _check_memory(program: Program, name: str, tensor: torch.Tensor, changed: bool) -> None:
+    """Raises ExecutorError unless it is a plain tensor with memory of its own, which may change."""
     what = f"the registered parameter {name!r} of {program.name}"
-    if not isinstance(tensor, torch.Tensor):
-        raise ExecutorError(f"{what} is a {type(tensor).__name__}, not a tensor")
     if type(tensor.detach()) is not torch.Tensor:  # a Parameter on its way arrives by that
         raise ExecutorError(
             f"{what} is a {type(tensor).__name__}, whose memory is not its own: register the plain "
             "tensor inside (of a DTensor: .to_local())"
         )
-    if tensor.device.type != device.type:
-        raise ExecutorError(f"{what} is on {tensor.device}, not on {device}")
     if changed and tensor.is_inference():
         raise ExecutorError(
             f"{what} is written, and was made in inference mode: make it outside, or clone it there"

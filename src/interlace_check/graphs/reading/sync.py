@@ -39,8 +39,6 @@ class Syncs:
         def event(argument: str) -> int:
             return stream_index(bound[argument], node)
 
-        if not call.after and op not in ("record_stream", "sync_dealloc"):
-            walker.trace.bare_syncs.append(place)
         match op:
             case "record_stream":
                 for tensor in tensors_in(bound["tensor"]):

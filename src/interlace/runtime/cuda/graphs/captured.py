@@ -35,9 +35,10 @@ from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.memory import tensor_at
 from interlace.ir import Call, Program
 from interlace.ir.operators import facts_of
+from interlace.runtime.calling.calls import Outputs
 from interlace.runtime.values import copier, once
 
-Give = Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]
+Give = Callable[[Sequence[torch.Tensor]], Outputs]
 """The results of a replay, of the tensors that it was given."""
 Launch = Callable[[int], None]
 """Launches a graph on a stream, the caller's current one."""
@@ -54,7 +55,7 @@ def may_draw(program: Program) -> bool:
     )
 
 
-def launcher(program: Program, driver: Driver) -> Callable[[Any], Launch]:
+def launcher(program: Program, driver: Driver) -> Callable[[torch.cuda.CUDAGraph], Launch]:
     return (lambda graph: lambda _: graph.replay()) if may_draw(program) else driver.launcher
 
 
@@ -67,7 +68,7 @@ def _in_one_piece(tensor: torch.Tensor) -> int:
 
 
 def giver(
-    results: Sequence[Any],
+    results: Outputs,
     outs: Sequence[tuple[int, torch.Tensor]],
     kept: Sequence[torch.Tensor],
     others: Sequence[torch.Tensor] | None = None,
@@ -131,7 +132,7 @@ def _give(
     return lambda given: copy()
 
 
-def _bytes_beside(results: Sequence[Any], others: Sequence[torch.Tensor]) -> int:
+def _bytes_beside(results: Outputs, others: Sequence[torch.Tensor]) -> int:
     """The bytes of what results lie in, but for the memory of other tensors."""
     known = {tensor.untyped_storage().data_ptr() for tensor in others}
     found = {
@@ -160,7 +161,7 @@ class GraphPair:
         own, `written` of those that the Program changes, `bound` of those whose storage counts
         (Note [NCCL and addresses]), `crossing` of those that Put and Get read or write."""
         self._driver = driver
-        self.graphs: list[Any] = []
+        self.graphs: list[torch.cuda.CUDAGraph] = []
         self.launch: list[Launch] = []
         self.gives: list[Give] = []
         """The results of a replay, by graph: the caller's tensors, or what no replay writes."""
@@ -228,7 +229,7 @@ class GraphPair:
 
     def keep(
         self,
-        results: Sequence[Any],
+        results: Outputs,
         tensors: Sequence[torch.Tensor],
         kept: Sequence[torch.Tensor],
         static: bool,

@@ -53,8 +53,8 @@ from interlace.comm.cuda.driver import Driver, uncollected
 from interlace.comm.cuda.nccl import leave_unregistered
 from interlace.comm.cuda.words import CudaSpace
 from interlace.errors import ExecutorError
-from interlace.ir import Collective, Expect, Get, Group, Put, Recv, Send, View
-from interlace.runtime.calling.calls import Thunk
+from interlace.ir import View
+from interlace.runtime.calling.calls import Outputs, Thunk
 from interlace.runtime.cuda.binder import Binding
 from interlace.runtime.cuda.graphs.captured import GraphPair, launcher
 from interlace.runtime.cuda.graphs.warm_up import capture_thread
@@ -113,7 +113,7 @@ class GraphBinding(Binding):
 
     def late(self) -> Iterator[Thunk]:
         """Waits for the last value of each word, where the ops await only one before it."""
-        for team, signals in reaches(self.context.plan, Expect).items():
+        for team, signals in reaches(self.context.plan, "expects").items():
             words = self.spaces[team]
             for signal, values in signals.items():
                 for member, value in enumerate(values):
@@ -166,7 +166,7 @@ class Graphs:
     def __init__(self, engine: CudaEngine) -> None:
         self._engine, self._context = engine, engine.context
         demands = self._context.plan.demands
-        self.bindings: list[Any] = []
+        self.bindings: list[GraphBinding] = []
         for number, spaces in enumerate(self._context.resources.graph_spaces):
             words = {
                 team: GraphWords(space, demands[team].signals, first=number == 0)
@@ -177,7 +177,7 @@ class Graphs:
             binding.other = other.spaces
         self._entry = engine.driver.event()
         self._launcher = launcher(self._context.plan.program, engine.driver)
-        self._stream: Any = torch.cuda.Stream(self._context.device)
+        self._stream = torch.cuda.Stream(self._context.device)
         self.at: dict[Key, GraphPair] = {}
         """Pairs for tensors at these addresses, with nothing to copy."""
         self.near: list[GraphPair] = []
@@ -192,12 +192,12 @@ class Graphs:
         if self.single:
             leave_unregistered()
         ops = self._context.plan.program.ops
-        between = [op for op in ops if isinstance(op, Collective | Group | Recv | Send)]
+        between = [op for op in ops if (by := op.ordering()).meets is not None or by.messages]
         self.bound = {
             access.view.buffer for op in between for access in (*op.reads(), *op.writes())
         }
         """Buffers that a backend may have mapped into the peers."""
-        copies = [op for op in ops if isinstance(op, Put | Get)]
+        copies = [op for op in ops if op.one_sided]
         reached = {access.view.buffer for op in copies for access in (*op.reads(), *op.writes())}
         self.crossing = reached - {*self._context.values.registered}
         """Buffers that Put and Get read or write, but for what is registered and so kept:
@@ -337,7 +337,7 @@ class Graphs:
         self._engine.synchronize()  # the first capture waits for the device: here it is bounded
         try:
             for turn in range(len(self.bindings)):
-                graph: Any = torch.cuda.CUDAGraph()
+                graph = torch.cuda.CUDAGraph()
                 made.graphs.append(graph)
                 named = self._memory(turn, () if len(given) > num_inputs else outputs)
                 named |= zip(names, tensors, strict=True)
@@ -357,14 +357,18 @@ class Graphs:
         return made
 
     def _captured(
-        self, graph: Any, pool: Any, turn: int, named: Mapping[str, torch.Tensor]
-    ) -> tuple[Any, ...]:
+        self,
+        graph: torch.cuda.CUDAGraph,
+        pool: Any,
+        turn: int,
+        named: Mapping[str, torch.Tensor],
+    ) -> Outputs:
         """The results of the ops, which are captured."""
         with uncollected(), torch.no_grad(), self._capturing(graph, pool):
             return self.issue(turn, named)
 
     @contextlib.contextmanager
-    def _capturing(self, graph: Any, pool: Any) -> Iterator[None]:
+    def _capturing(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         """A capture on the graphs' stream. The first waits for the device and empties the cache;
         later ones share its memory, and must not wait for what the caller awaits."""
         mode = "thread_local"  # NCCL's watchdog asks about events meanwhile
@@ -379,7 +383,7 @@ class Graphs:
             finally:
                 graph.capture_end()
 
-    def issue(self, turn: int, named: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+    def issue(self, turn: int, named: Mapping[str, torch.Tensor]) -> Outputs:
         """Issues the ops into the capture; gives the results."""
         values, binding = self._context.values, self.bindings[turn]
         try:

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from interlace.runtime.cuda.binder import Binder
 
 
+Launch = Callable[..., object]
+"""Launches a kernel on a stream, given first."""
+
+
 def bind_kernel(binder: Binder, lane: Lane, index: int, op: Fused) -> Thunk | None:
     """The launch of the kernel of op `index`; None where it has none, or the GPU."""
     if op.kernel is None:
@@ -58,7 +62,7 @@ def bind_member(binder: Binder, lane: Lane, op: Fused, call: Call) -> Thunk | No
         return None
     from interlace.kernels.gemm.matmul import GatherMatmul
 
-    def launch_of(numbers: tuple[int, ...]) -> Any:
+    def launch_of(numbers: tuple[int, ...]) -> Launch:
         whole = replace(matmul, rows=numbers[0], inner=numbers[1], columns=numbers[2])
         facts = {**_facts(whole), "rows": numbers[3], "size": 1, "rank": 0}
         config = _kernel(binder, matmul, numbers[:3]).config
@@ -143,7 +147,7 @@ def _scatter(binder: Binder, lane: Lane, index: int, op: Fused, matmul: KernelMa
     def due() -> int:
         return before + (binding.runs - runs) * tiles
 
-    def launch_of(sizes: tuple[int, ...]) -> Any:
+    def launch_of(sizes: tuple[int, ...]) -> Launch:
         nonlocal tiles, runs, before
         kernel = _kernel(binder, matmul, sizes)
         assert kernel.subs == pieces, "validate asks for ranges of whole tiles"
@@ -178,7 +182,7 @@ def _scatter(binder: Binder, lane: Lane, index: int, op: Fused, matmul: KernelMa
 
 
 def _aligned(
-    lane: Lane, items: list[Any], run: Thunk, reads: tuple[int, ...], written: int
+    lane: Lane, items: list[torch.Tensor], run: Thunk, reads: tuple[int, ...], written: int
 ) -> Thunk:
     """`run`, with copies of what the caller gave that begins where TMA cannot."""
     first, second, third = reads if len(reads) == 3 else (*reads, reads[0])
@@ -238,7 +242,7 @@ def bind_sum(binder: Binder, lane: Lane, op: Call, awaited: Awaited | None = Non
     facts: dict[str, Any] = {"size": parts, "dtype": dtype, "device": binder.context.device}
     wait = Words.of("wait", binder.driver, lane, words, due) if words else None
 
-    def launch_of(numbers: tuple[int, ...]) -> tuple[int, int, bool, bool, Any]:
+    def launch_of(numbers: tuple[int, ...]) -> tuple[int, int, bool, bool, Launch]:
         """The elements and the stride of a slot, and the kernel for them: whether it reads widely
         and waits itself."""
         count, stride = numbers

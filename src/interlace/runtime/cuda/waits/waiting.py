@@ -23,9 +23,8 @@ Note [Kernels that wait]
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import cast
 
-from interlace.ir import Alloc, Call, Copy, Expect, Free, Fused, Notify, Op, Put, Record, Wait
+from interlace.ir import Access, Call, Copy, Op
 from interlace.runtime.prepare.plan import Plan, callers
 
 Hold = tuple[int, bool]
@@ -43,25 +42,27 @@ def holds(plan: Plan, near: Collection[str] = ()) -> dict[int, list[Hold]]:
         str, int
     ] = {}  # by stream but main: the last Call or Copy that main has not awaited,
     told: dict[str, int] = {}  # and the last such Call that a Notify follows
-    tells = {op.stream: index for index, op in enumerate(ops) if isinstance(op, Notify)}
+    tells = {op.stream: index for index, op in enumerate(ops) if op.ordering().raises}
     puts: dict[str, dict[str, int]] = {}  # by buffer and stream: the put that waits for it
     raised: dict[tuple[str, str, str], int] = {}  # by team, signal and stream: how far
     for index, op in enumerate(ops):
-        if isinstance(op, Notify) and plan.alike:
-            raised[op.team, op.signal, op.stream] = op.value
-        if isinstance(op, Expect) and raised.get((op.team, op.signal, op.stream), 0) >= op.value:
-            continue
-        if isinstance(op, Put):
-            mine = puts.setdefault(op.dst.buffer, {})
+        order = op.ordering()
+        if (told_by := order.raises) is not None and plan.alike:
+            raised[told_by.team, told_by.signal, op.stream] = told_by.value
+        if (level := order.expects) is not None:
+            if raised.get((level.team, level.signal, op.stream), 0) >= level.value:
+                continue
+        if (put := _put(op)) is not None:
+            mine = puts.setdefault(put.view.buffer, {})
             before = max(last.get(op.stream, -1), -1, *beside.values())
-            if op.team in near or before > mine.get(op.stream, -1):
+            if put.team in near or before > mine.get(op.stream, -1):
                 mine[op.stream] = index
-        if isinstance(op, Fused) and any(isinstance(member, Expect) for member in op.members):
-            read = {v.buffer for m in op.members if isinstance(m, Call) for v in m.views()}
+        if op.steps != (op,) and any(step.ordering().expects for step in op.steps):
+            read = {access.view.buffer for access in op.reads()}
             needed = {
-                (put, cast("Put", ops[put]).team in near)
+                (at, (there := _put(ops[at])) is not None and there.team in near)
                 for name in read
-                for put in puts.get(name, {}).values()
+                for at in puts.get(name, {}).values()
             }
             found[index] = sorted(needed | {(call, True) for call in told.values()})
         if _may_need_processor(plan, index, op, main, near):
@@ -70,7 +71,7 @@ def holds(plan: Plan, near: Collection[str] = ()) -> dict[int, list[Hold]]:
             beside[op.stream] = index
             if isinstance(op, Call) and index < tells.get(op.stream, -1):
                 told[op.stream] = index
-        if isinstance(op, Wait) and op.stream == main:
+        if order.waits is not None and op.stream == main:
             record = plan.waits[index, 0][0]
             for awaited in (beside, told):
                 if record > awaited.get(ops[record].stream, record):
@@ -80,9 +81,15 @@ def holds(plan: Plan, near: Collection[str] = ()) -> dict[int, list[Hold]]:
 
 def _may_need_processor(plan: Plan, index: int, op: Op, main: str, near: Collection[str]) -> bool:
     """True if an op, or what it waits for, may need a processor; earlier ops of `main` are over."""
-    if isinstance(op, Put):
-        whole = plan.box(op.src).contiguous and plan.box(op.dst).contiguous
-        return op.team in near or not whole
-    if isinstance(op, Wait):
+    order = op.ordering()
+    if (put := _put(op)) is not None:
+        whole = all(plan.box(access.view).contiguous for access in (*op.reads(), put))
+        return put.team in near or not whole
+    if order.waits is not None:
         return plan.program.ops[plan.waits[index, 0][0]].stream != main
-    return not isinstance(op, Alloc | Free | Record | Notify)
+    return not (order.takes or order.frees or order.records or order.raises)
+
+
+def _put(op: Op) -> Access | None:
+    """What an op writes on a peer; None if it is no Put."""
+    return next((access for access in op.writes() if access.peer is not None), None)

@@ -32,7 +32,7 @@ import threading
 import time
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,6 @@ from interlace.comm.cuda.words import DriverHeldUpError, reached
 from interlace.comm.rendezvous.board import named
 from interlace.comm.rendezvous.patience import LONGER, Patience
 from interlace.errors import BackendError, CommTimeoutError, InterlaceError, TeamError
-from interlace.ir import Expect, Group, Op
 from interlace.runtime.engine import EngineContext
 
 if TYPE_CHECKING:
@@ -426,9 +425,13 @@ def _awaited(engine: CudaEngine, context: EngineContext, behind: int) -> list[st
     limit, teams = context.timeout_s, context.resources.teams
     lines: list[str] = []
     missing: dict[str, set[int]] = {}
-    for index, item in _single_ops(context):
-        if not isinstance(item, Expect):
-            continue
+    awaited = [
+        (index, level)
+        for index, op in enumerate(context.plan.program.ops)
+        for step in op.steps
+        if (level := step.ordering().expects) is not None
+    ]
+    for index, item in awaited:
         space: Any = engine.spaces[item.team]
         base = space.base - behind * space.span
         late = [
@@ -448,13 +451,6 @@ def _awaited(engine: CudaEngine, context: EngineContext, behind: int) -> list[st
             ranks = side.team.ranks
             lines.append(f"{named([ranks[i] for i in late])} did not end the run before last")
     return lines
-
-
-def _single_ops(context: EngineContext) -> Iterator[tuple[int, Op]]:
-    """The ops, and the parts of those that have some, with their place in the Program."""
-    for index, op in enumerate(context.plan.program.ops):
-        for part in op.ops if isinstance(op, Group) else op.steps:
-            yield index, part
 
 
 @cache

@@ -4,9 +4,8 @@
 
 A launch is the optimizer's step and then a forward and a backward, so that the gathers of a launch
 end in it. All variants train in turn, in one process group, from the same weights; of ours each has
-a bit-equal twin. On a CPU what is exposed of the gathers is the time for which modules waited for
-them; on GPUs, where nobody waits, what a step takes beyond one without any gather. The synchronous
-variant hides nothing, so its figure is that of all gathers.
+a bit-equal twin. What is exposed of the gathers is what a step takes beyond one without any gather.
+The synchronous variant hides nothing, so its figure is that of all gathers.
 
 Note [Repeatable gradients]
     Bits are compared with attention by torch's plain operators: the backward of the fused kernels
@@ -15,7 +14,6 @@ Note [Repeatable gradients]
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import math
 from collections.abc import Callable
@@ -30,13 +28,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from interlace.demo.model import Block
-from interlace.errors import OptionError
 from interlace.launch import Report, Tell
 from interlace.optim import LayerWise, Muon, muon_groups
 from interlace.options import Options
 from interlace_bench.kernels.case import needed, relative
 from interlace_bench.layers.models import LayerDims
-from interlace_bench.optimizer.link import slow_all_reduce, slow_link
 from interlace_bench.race import (
     Opened,
     Racer,
@@ -45,7 +41,6 @@ from interlace_bench.race import (
     close,
     free,
     held,
-    median,
     peak,
     prepare,
     race,
@@ -72,9 +67,6 @@ summed in another order, which the iteration in bfloat16 amplifies."""
 LAUNCHES = (2, 4)
 """Steps of a burst."""
 ROUNDS = (3, 25)
-M_MMAP_THRESHOLD, SMALL, LARGE = -3, 1 << 16, 1 << 25
-"""`mallopt`'s parameter for the bytes from which memory has pages of its own, which go when it is
-freed; two values. Unless it is set, glibc raises it as it likes, and freed memory may stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +84,6 @@ class ModelSize:
 
 SIZES = {
     "tiny": ModelSize(LayerDims(32, 2, 1, 64), 96, 2, 2, 16, "f32", 1 << 14),
-    "small": ModelSize(LayerDims(256, 4, 2, 768), 2048, 12, 4, 128, "f32", 4 << 20),
     "llama3-8b": ModelSize(LayerDims(4096, 32, 8, 14336), 32768, 4, 1, 4096, "bf16", 64 << 20),
 }
 
@@ -126,8 +117,6 @@ class ModelUnderTraining:
     end: Callable[[], Any] = lambda: None
     """Completes what is in flight."""
     close: Callable[[], Any] = lambda: None
-    waited: Callable[[], float] = lambda: math.nan
-    """Seconds for which modules have waited for gathers."""
 
     def run(self, tokens: Tensor, target: Tensor) -> None:
         """A launch; there are gradients before it."""
@@ -146,12 +135,11 @@ class OptimizerVariants:
     def __init__(self, settings: OptimizerSettings, ranks: Ranks) -> None:
         self.settings, self.ranks = settings, ranks
         draw = torch.Generator().manual_seed(1 + ranks.me)
-        self.model = settings.model or ("llama3-8b" if ranks.cuda else "small")
-        self.size, self.bandwidth = SIZES[self.model], settings.link * 1e9
+        self.model = settings.model or ("llama3-8b" if ranks.cuda else "tiny")
+        self.size = SIZES[self.model]
         shape = (NUM_INPUTS, 2, self.size.batch, self.size.sequence)
         tokens = torch.randint(self.size.vocabulary, shape, generator=draw).to(ranks.device)
         self.sets = [(each[0], each[1]) for each in tokens]
-        self.waits: dict[str, list[float]] = {}
         self._trained: dict[str, ModelUnderTraining] = {}
         self._before = math.nan
         self._first: dict[str, Tensor] = {}
@@ -169,34 +157,26 @@ class OptimizerVariants:
             for given in self.sets:
                 racer.run(*given)
 
-        racer.figures["peak_bytes"] = peak(self.ranks, launches) - self._before
+        if self.ranks.cuda:
+            racer.figures["peak_bytes"] = peak(self.ranks, launches) - self._before
         # Where the next variant fails, the teams are reset, and peers that are still in this one
         # would hear of that.
         self._trained[racer.variant.name].end()
-        self.waits[racer.variant.name].clear()
 
     def time(self, ready: list[Racer]) -> None:
-        """Times the variants, and notes what their launches waited for."""
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE)
+        """Times the variants."""
         race(self.ranks, ready, self.settings.seconds, ROUNDS, LAUNCHES)
-        for racer in ready:
-            racer.figures["waited_s"] = median(self.waits[racer.variant.name])
 
     @sdpa_kernel(SDPBackend.MATH)  # see Note [Repeatable gradients]
     def _opened(self, name: str) -> Opened:
-        self._before = held(self.ranks)
+        if self.ranks.cuda:
+            self._before = held(self.ranks)
         model = self._model()
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         others = {"torch-ddp": self._ddp, "torchtitan": self._titan}
         trained = others[name](model) if name in others else self._ours(name, model)
         self._trained[name] = trained
-        waits = self.waits[name] = []
         trained.backward(*self.sets[0])
-
-        def run(tokens: Tensor, target: Tensor) -> None:
-            start = trained.waited()
-            trained.run(tokens, target)
-            waits.append(trained.waited() - start)
 
         @sdpa_kernel(SDPBackend.MATH)
         def off() -> float:
@@ -209,7 +189,7 @@ class OptimizerVariants:
             trained.backward(*self.sets[0])
             return found
 
-        return Opened(run, off)
+        return Opened(trained.run, off)
 
     def _off(self, name: str, model: Llama, before: dict[str, Tensor]) -> float:
         """0 where a variant of ours has the bits of the first; how far off torch's is, in FAR. Of
@@ -246,15 +226,14 @@ class OptimizerVariants:
     def _ours(self, name: str, model: Llama) -> ModelUnderTraining:
         adamw = {"lr": RATE, "stochastic_rounding": False}  # the same bits in any buckets
         muon = Muon(muon_groups(model), lr=RATE, adamw=adamw)
-        with slow_link(self.bandwidth):
-            optimizer = LayerWise(
-                muon,
-                model,
-                self._mesh(),
-                bucket_bytes=self.size.bucket_bytes,
-                main_grad_dtype=None,
-                **OURS[name],
-            )
+        optimizer = LayerWise(
+            muon,
+            model,
+            self._mesh(),
+            bucket_bytes=self.size.bucket_bytes,
+            main_grad_dtype=None,
+            **OURS[name],
+        )
         if name == "no-gather":
             weights: Any = optimizer._weights
             weights.start = lambda *_, **__: None
@@ -265,22 +244,13 @@ class OptimizerVariants:
                 reducer.finish()
             optimizer.synchronize()
 
-        return ModelUnderTraining(
-            model,
-            optimizer.step,
-            optimizer.zero_grad,
-            end,
-            optimizer.close,
-            lambda: optimizer.waited_s,
-        )
+        return ModelUnderTraining(model, optimizer.step, optimizer.zero_grad, end, optimizer.close)
 
     def _ddp(self, model: Llama) -> ModelUnderTraining:
         matrices, others = _parted(model)
         ddp: Any = DistributedDataParallel(
             model, device_ids=[self.ranks.device] if self.ranks.cuda else None
         )
-        if self.bandwidth:
-            ddp.register_comm_hook(None, slow_all_reduce(self.bandwidth))
         muon = torch.optim.Muon(matrices, lr=RATE)
         return _stepped(ddp, muon, torch.optim.AdamW(others, lr=RATE, weight_decay=0.0))
 
@@ -326,11 +296,8 @@ def _stepped(module: nn.Module, *optimizers: torch.optim.Optimizer) -> ModelUnde
 
 def work(settings: OptimizerSettings, ranks: Ranks, tell: Tell) -> Report | None:
     """Races the variants; rank 0 gets the report."""
-    if settings.link and ranks.cuda:
-        raise OptionError("--link is for ranks on CPUs: GPUs have the link that they have")
     trained = OptimizerVariants(settings, ranks)
     variants = [trained.variant(name) for name in settings.names]
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, SMALL)
     first = prepare(ranks, variants[0])
     also(ranks, first, trained.measure)
     close([first])  # what stays from a first one is nobody's
@@ -346,32 +313,24 @@ def work(settings: OptimizerSettings, ranks: Ranks, tell: Tell) -> Report | None
 
 
 def _rows(trained: OptimizerVariants, racers: dict[str, Racer]) -> list[Row]:
-    """The rows; of waits and memory the greatest of all ranks'."""
+    """The rows; of memory the greatest of all ranks'."""
     ranks, size = trained.ranks, trained.size
     common = facts(ranks.device.type, trained.settings.commit)
     none = racers["no-gather"].median if "no-gather" in racers else math.nan
-
-    def exposed(name: str) -> float:
-        racer = racers.get(name)
-        if racer is None:
-            return math.nan
-        return racer.median - none if ranks.cuda else racer.figures.get("waited_s", math.nan)
-
-    gather = exposed("synchronous")
+    gather = racers["synchronous"].median - none if "synchronous" in racers else math.nan
     return [
         {
             "model": trained.model,
             **{each: getattr(size, each) for each in ("layers", "batch", "sequence", "dtype")},
             "bucket_bytes": size.bucket_bytes,
-            "link_gbs": trained.settings.link or math.nan,
             "world": ranks.size,
             "device": ranks.device.type,
             "way": name,
             "step_ms": racer.median * 1e3,
             "p90_ms": racer.columns("p90_us")["p90_us"] / 1e3,
-            "exposed_ms": exposed(name) * 1e3,
+            "exposed_ms": (racer.median - none) * 1e3,
             "gather_ms": gather * 1e3,
-            "exposed_share": exposed(name) / gather,
+            "exposed_share": (racer.median - none) / gather,
             "over_no_gather": racer.median / none,
             **racer.columns("peak_bytes", "off", "rounds", "sm_mhz", "error"),
             **common,

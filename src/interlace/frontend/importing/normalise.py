@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -30,7 +30,7 @@ from interlace.frontend.importing.types import Args, buffer_like, dtype_of, on_h
 from interlace.ir import Alloc, Call, DType, View
 
 if TYPE_CHECKING:
-    from interlace.frontend.importing.importer import Importer, Lowering, Value
+    from interlace.frontend.importing.importer import Importer, Normaliser, Value
 
 GET_STATE = "interlace.get_rng_state.default"
 SET_STATE = "interlace.set_rng_state.default"
@@ -44,30 +44,21 @@ def matmul_2d(imp: Importer, name: str, x: View, w: View, bias: View | None = No
     return imp.call("aten.addmm.default", (bias, x, w), result)
 
 
-def rows_matmul(imp: Importer, node: fx.Node, x: View, w: View, bias: View | None = None) -> View:
-    """`x @ w` for an `x` of any leading dimensions."""
-    *lead, k = imp.sizes(x)
-    y = matmul_2d(imp, node.name, imp.reshaped(x, (prod(lead), k)), w, bias)
-    return imp.reshaped(y, (*lead, imp.sizes(w)[1]))
-
-
-def _plain(imp: Importer, node: fx.Node, fn: str | None = None) -> Any:
+def _plain(imp: Importer, node: fx.Node, fn: str | None = None) -> Value:
     return imp.call_like(node, fn or str(node.target), node.args, node.kwargs, imp.value(node))
 
 
 def _linear(imp: Importer, node: fx.Node, args: Args) -> View:
+    """`x @ w.t() + bias` for an `x` of any leading dimensions; `matmul` has neither."""
     x, w = imp.view(args[0]), imp.view(args[1])
-    bias = None if args[2] is None else imp.view(args[2])
-    if not imp.sizes(x) or len(imp.sizes(w)) != 2:
+    linear = str(node.target) == "aten.linear.default"
+    if len(imp.sizes(w)) != 2 or len(imp.sizes(x)) < (1 if linear else 2):
         return _plain(imp, node)
-    return rows_matmul(imp, node, x, w.permute(1, 0), bias)
-
-
-def _matmul(imp: Importer, node: fx.Node, args: Args) -> View:
-    x, w = imp.view(args[0]), imp.view(args[1])
-    if len(imp.sizes(x)) >= 2 and len(imp.sizes(w)) == 2:
-        return rows_matmul(imp, node, x, w)
-    return _plain(imp, node)
+    w = w.permute(1, 0) if linear else w
+    bias = imp.view(args[2]) if linear and args[2] is not None else None
+    *lead, k = imp.sizes(x)
+    y = matmul_2d(imp, node.name, imp.reshaped(x, (prod(lead), k)), w, bias)
+    return imp.reshaped(y, (*lead, imp.sizes(w)[1]))
 
 
 def _bmm(imp: Importer, node: fx.Node, args: Args) -> View:
@@ -117,11 +108,6 @@ def _cat(imp: Importer, node: fx.Node, args: Args) -> View:
     if joined is not None and same_layout(imp.box(joined), value):
         return joined
     return imp.call_like(node, "aten.cat.default", (args[0], dim), {}, value)
-
-
-def passed_on(imp: Importer, node: fx.Node, args: Args) -> View:
-    """The argument itself."""
-    return imp.view(args[0])
 
 
 def _copy(imp: Importer, node: fx.Node, args: Args) -> View:
@@ -184,33 +170,28 @@ def _restore(imp: Importer, state: View) -> None:
     imp.emit(Call(fn=SET_STATE, args=(state, "@device"), rng=True, loc=imp.loc))
 
 
-def _inner(imp: Importer, node: fx.Node, target: object, args: object, value: object) -> Value:
-    result = imp.call_like(node, str(target), args, node.kwargs, value)
+def _run_random(imp: Importer, node: fx.Node, args: Args) -> Value:
+    """A random operator of a checkpoint: of which the state before is saved, or restored."""
+    saves = str(node.target) == "run_and_save_rng_state"
+    state, value = imp.value(node) if saves else (imp.value(node.args[0]), imp.value(node))
+    target, given = node.args[0 if saves else 1], node.args[1 if saves else 2 :]
+    before = _save(imp, f"{node.name}_{'state' if saves else 'before'}", state)
+    if not saves:
+        _restore(imp, imp.view(node.args[0]))
+    result = imp.call_like(node, str(target), given, node.kwargs, value)
     last = imp.ops[-1]
     assert isinstance(last, Call)
     imp.ops[-1] = replace(last, rng=True)
-    return result
-
-
-def _run_and_save(imp: Importer, node: fx.Node, args: Args) -> Value:
-    state, value = imp.value(node)
-    saved = _save(imp, f"{node.name}_state", state)
-    return saved, _inner(imp, node, node.args[0], node.args[1:], value)
-
-
-def _run_with(imp: Importer, node: fx.Node, args: Args) -> Value:
-    state = imp.view(node.args[0])
-    before = _save(imp, f"{node.name}_before", imp.value(node.args[0]))
-    _restore(imp, state)
-    result = _inner(imp, node, node.args[1], node.args[2:], imp.value(node))
+    if saves:
+        return before, result
     _restore(imp, before)
     return result
 
 
-LOWERINGS: dict[str, Lowering] = {
+NORMALISERS: dict[str, Normaliser] = {
     "aten.index_put.default": _index_put,
     "aten.linear.default": _linear,
-    "aten.matmul.default": _matmul,
+    "aten.matmul.default": _linear,
     "aten.bmm.default": _bmm,
     "aten.addmm.default": _addmm,
     "aten.clone.default": _clone,
@@ -222,12 +203,11 @@ LOWERINGS: dict[str, Lowering] = {
     # These may be lazy in torch (a bit on the tensor); a Program computes.
     "aten._conj.default": lambda imp, node, _: _plain(imp, node, "aten.conj_physical.default"),
     "aten._neg_view.default": lambda imp, node, _: _plain(imp, node, "aten.neg.default"),
-    "aten.resolve_conj.default": passed_on,
-    "aten.resolve_neg.default": passed_on,
-    "run_and_save_rng_state": _run_and_save,
-    "run_with_rng_state": _run_with,
+    "aten.resolve_conj.default": lambda imp, node, args: imp.view(args[0]),
+    "aten.resolve_neg.default": lambda imp, node, args: imp.view(args[0]),
+    **dict.fromkeys(("run_and_save_rng_state", "run_with_rng_state"), _run_random),
     "aten._assert_scalar.default": lambda *_: None,
     "aten.sym_constrain_range.default": lambda *_: None,
     "aten.sym_constrain_range_for_size.default": lambda *_: None,
 }
-"""Lowerings by operator."""
+"""Normalisers by operator."""
