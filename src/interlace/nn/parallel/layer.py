@@ -28,6 +28,7 @@ class Matrix(Protocol):
 
     def t(self) -> Self:
         """The transpose of a matrix, which costs nothing."""
+        ...
 
 
 T = TypeVar("T", bound=Matrix)
