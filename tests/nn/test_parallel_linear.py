@@ -359,7 +359,7 @@ def refused() -> None:
     """Errors name the argument, before anything is communicated."""
     group: Any = dist.group.WORLD
     x, w, b = torch.ones(5, 3), torch.ones(4, 3), torch.ones(4)
-    alone = [dist.new_group([rank]) for rank in range(2)]
+    alone: list[Any] = [dist.new_group([rank]) for rank in range(2)]
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
     replicated = distribute_tensor(w, mesh["a"])
     call, scatter = functools.partial(all_gather_linear, group=group), linear_reduce_scatter

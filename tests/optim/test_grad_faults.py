@@ -15,66 +15,41 @@ from interlace.errors import (
     AgreementError,
     GradientError,
     InterlaceError,
+    OptionError,
     PeerError,
 )
-from interlace.optim import LayerWise
 from interlace.optim.bucket_runs import Worker
 from interlace.options import Options
 from interlace.runtime import Executor
 
 
-def twice(made: LayerWise, model: nn.Module, x: torch.Tensor) -> None:
-    """Steps of two backwards each."""
-    for _ in range(3):
-        for _ in range(2):
-            model(x).sum().backward()
-        assert torch.equal(main_grads(made)["weight"], torch.full((4, 4), 4.0))
-        made.step()
-        made.zero_grad()
-
-
 def late(seed: int) -> str:
-    """A second backward in a step, after steps that had one: its buckets are gone."""
+    """A second backward in a step: its buckets are gone, unless none goes by itself."""
     torch.manual_seed(seed)
     model, x = nn.Linear(4, 4), torch.ones(2, 4)
     with optimizing(model) as made:
-        for _ in range(2):
-            model(x).sum().backward()
-            made.step()
-            made.zero_grad()
         model(x).sum().backward()
         with pytest.raises(GradientError) as caught:
             model(x).sum().backward()
-        with pytest.raises(GradientError, match=r"zero_grad\(\), first"):
-            made.relearn()
         made.step()
         with pytest.raises(GradientError, match="call zero_grad"):
             model(x).sum().backward()
         made.zero_grad()
-        made.relearn()
-        twice(made, model, x)
+        with pytest.raises(OptionError, match=r"fix: leave relearn\(\) out"):
+            made.relearn()
+    with optimizing(model, options=Options(overlap=False, timeout_s=20)) as made:
+        for _ in range(3):
+            for _ in range(2):
+                model(x).sum().backward()
+            assert torch.equal(main_grads(made)["weight"], torch.full((4, 4), 4.0))
+            made.step()
+            made.zero_grad()
     return str(caught.value)
 
 
 def test_a_late_gradient_is_an_error(pool: Pool, seed: int) -> None:
     for told in pool(2).run(late, seed):
-        assert "came late: its bucket is being reduced" in told
-        assert "relearn()" in told
-
-
-def counts_nothing() -> None:
-    """A first step without a backward that counts: the next one learns in its place."""
-    model, x = nn.Linear(4, 4), torch.ones(2, 4)
-    with optimizing(model) as made:
-        with made.no_sync():
-            model(x).sum().backward()
-        made.step()
-        made.zero_grad()
-        twice(made, model, x)
-
-
-def test_learns_from_the_first_step_that_counts(pool: Pool) -> None:
-    pool(1).run(counts_nothing)
+        assert "came late: its bucket is being reduced. fix: run all backwards" in told
 
 
 def strays(seed: int) -> None:

@@ -174,8 +174,7 @@ def waits_inside(seed: int, overlap: bool) -> list[bool]:
     with optimizing(model, options=options) as made:
 
         def look(_: object) -> None:
-            expected = overlap and step > 0
-            deadline = time.monotonic() + (15 if expected else 0.1)
+            deadline = time.monotonic() + (15 if overlap else 0.1)
             while not is_reduced(made, 0) and time.monotonic() < deadline:
                 time.sleep(0.001)
             seen.append(is_reduced(made, 0))
@@ -190,15 +189,15 @@ def waits_inside(seed: int, overlap: bool) -> list[bool]:
             assert made._reducer is not None
             timelines = made.timelines()[: len(made._reducer.buckets)]
             first, last = timelines[0].spans[0], timelines[-1].spans[-1]
-            assert (first.end_s < left) == (overlap and step > 0)
+            assert (first.end_s < left) == overlap
             assert last.start_s >= first.end_s
             made.zero_grad()
     return seen
 
 
 def test_is_reduced_while_backward_goes_on(pool: Pool, seed: int) -> None:
-    """From the second step on: the first one learns. Backward itself waits to see it."""
-    assert pool(2).run(waits_inside, seed, True) == [[False, True, True]] * 2
+    """Backward itself waits to see it."""
+    assert pool(2).run(waits_inside, seed, True) == [[True] * 3] * 2
 
 
 def test_without_overlap_nothing_is(pool: Pool, seed: int) -> None:
@@ -272,7 +271,7 @@ def course(kind: str, model: Course, x: torch.Tensor, rank: int) -> None:
             raise AssertionError(kind)
 
 
-def run_course(kind: str, seed: int, micro: int, no_sync: bool) -> list[str]:
+def run_course(kind: str, seed: int) -> list[str]:
     """What differs from the same courses of all ranks in one process."""
     model, reference = Course(seed), Course(seed)
     if kind == "frozen":
@@ -280,15 +279,15 @@ def run_course(kind: str, seed: int, micro: int, no_sync: bool) -> list[str]:
         reference.rest.requires_grad_(False)
     world, wrong = dist.get_world_size(), []
     draw = torch.Generator().manual_seed(seed)
-    with optimizing(model) as made:
+    overlap = kind not in ("retain_graph", "reentrant checkpoint")  # which bring gradients twice
+    with optimizing(model, options=Options(overlap=overlap, timeout_s=20)) as made:
         for step in range(3):
             reference.zero_grad()
-            for number in range(micro):
+            for number in range(2):
                 xs = torch.randint(-3, 4, (world, 12, 16), generator=draw).float()
                 for rank in range(world):
                     course(kind, reference, xs[rank].clone().requires_grad_(), rank)
-                last = number == micro - 1
-                with made.no_sync() if no_sync and not last else nullcontext():
+                with nullcontext() if number else made.no_sync():
                     rank = dist.get_rank()
                     course(kind, model, xs[rank].clone().requires_grad_(), rank)
             found = main_grads(made)
@@ -309,11 +308,9 @@ COURSES = (
 )
 
 
-@pytest.mark.parametrize("no_sync", [True, False])
 @pytest.mark.parametrize("kind", COURSES)
-def test_every_course_of_a_step(pool: Pool, kind: str, no_sync: bool, seed: int) -> None:
-    """With `no_sync()`, or without: then the first step learns that there are two micro-batches."""
-    assert pool(2).run(run_course, kind, seed, 2, no_sync) == [[], []]
+def test_every_course_of_a_step(pool: Pool, kind: str, seed: int) -> None:
+    assert pool(2).run(run_course, kind, seed) == [[], []]
 
 
 # -- what it is made of ---------------------------------------------------------------------------

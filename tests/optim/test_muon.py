@@ -556,7 +556,7 @@ def sharded(seed: int) -> bool:
     first = torch.distributed.get_rank() == 0
     assert sizes == [(8, 20), (3, 4, 6), (2 if first else 1, 4, 6)]
     for placement in (Shard(0), Shard(1)):
-        param = nn.Parameter(distribute_tensor(torch.ones(12, 20), mesh, [placement]))
+        param: Any = nn.Parameter(distribute_tensor(torch.ones(12, 20), mesh, [placement]))
         param.grad = torch.ones_like(param)
         with pytest.raises(OptimizerError, match=r"Muon needs whole ones. fix: .*LayerWise\("):
             Muon([param]).step()

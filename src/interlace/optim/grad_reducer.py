@@ -14,12 +14,10 @@ come, and `.grad` is None again.
 Note [When a bucket is reduced]
     Buckets are reduced in index order on every rank, in whatever order they become complete. Index
     0 holds the Parameters that were registered last. A bucket is complete when each of its
-    Parameters, but those that are frozen, was ready as often as in the first step. In that one all
-    are reduced in `finish()`, while it is counted: a Parameter may be ready several times in a
-    step, by several backwards or reentrant checkpoints. The count is kept, until `relearn()`: a
-    step with fewer is right, but its buckets wait for `finish()`, with what there is: 0 for a
-    Parameter that was not used. A gradient for a bucket that was reduced is a `GradientError`,
-    never a wrong sum.
+    Parameters, but those that are frozen, was ready once outside `no_sync()`; others wait for
+    `finish()`, with what there is: 0 for a Parameter that was not used. A gradient for a bucket
+    that was reduced is a `GradientError`, never a wrong sum: a second backward, or one that brings
+    a gradient several times (reentrant checkpoints of tied weights), which `overlap=False` takes.
 """
 
 from __future__ import annotations
@@ -40,8 +38,9 @@ from interlace.optim.untraced import eager
 from interlace.options import Options
 
 GONE = (
-    "its bucket is being reduced. It was ready oftener than in the step that was counted: call "
-    "relearn() before a step whose backwards differ"
+    "its bucket is being reduced. fix: run all backwards of a step but the last in no_sync(); "
+    "where one backward brings a gradient several times (reentrant checkpoints of tied weights), "
+    "give Options(overlap=False)"
 )
 OVER = "its sum was reduced already: call zero_grad() after step()"
 
@@ -85,7 +84,6 @@ class GradReducer:
         self._lock = threading.Lock()
         self._sync = True
         self._finished = self._closed = False
-        self._wanted: dict[torch.Tensor, int] | None = None
         self._begin()
 
     @contextlib.contextmanager
@@ -120,7 +118,6 @@ class GradReducer:
             self._finished = True
             self._refuse(OVER)
         self._runs.wait()
-        self._wanted = self._wanted or dict(self._seen) or None
 
     @eager
     def zero(self) -> None:
@@ -131,18 +128,10 @@ class GradReducer:
                 bucket.flat.zero_()
         self._begin()
 
-    def relearn(self) -> None:
-        """Forgets how often Parameters were ready: the next step reduces in `finish()` only."""
-        self._check_open()
-        if self.going:
-            raise GradientError("buckets are on the way: call step(), or zero_grad(), first")
-        self._wanted = None
-
     def reset(self) -> None:
         """After a failure, on every rank together: main gradients are 0, and steps may go on."""
         self._check_open()
         self._runs.reset()
-        self._finished, self._wanted = True, None
         self.zero()
 
     @property
@@ -152,7 +141,6 @@ class GradReducer:
 
     def _begin(self) -> None:
         """A step without any gradient yet."""
-        self._seen: dict[torch.Tensor, int] = {}
         self._left = [set(bucket.params) for bucket in self.buckets]
         self._gone, self._finished = 0, False
         self._refuse(None)
@@ -162,14 +150,11 @@ class GradReducer:
             self._accumulators[param].refuse(why)
 
     def _ready(self, accumulator: GradAccumulator) -> None:
-        """Counts, and lets go of the buckets that are complete."""
+        """Lets go of the buckets that are complete."""
         if not self._sync:
             return
         param = accumulator.param
         with self._lock:
-            self._seen[param] = self._seen.get(param, 0) + 1
-            if self._wanted is None or self._seen[param] < self._wanted.get(param, 1):
-                return
             self._left[self._bucket_of[param]].discard(param)
             if not self._options.overlap:
                 return

@@ -29,7 +29,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ from interlace.errors import (
     BackendError,
     GradientError,
     OptimizerError,
+    OptionError,
     ReplicaError,
     UnsupportedError,
     refuse_removed,
@@ -281,13 +282,12 @@ class LayerWise:
             )
         return self._reducer.no_sync()
 
-    def relearn(self) -> None:
-        """Forgets how often Parameters were ready.
-
-        Call it on every rank, between steps, before one whose backwards differ.
-        """
-        if self._reducer is not None:
-            self._reducer.relearn()
+    def relearn(self) -> NoReturn:
+        """A method of a former release."""
+        raise OptionError(
+            "LayerWise learns no number of backwards any more. fix: leave relearn() out, and run "
+            "all backwards of a step but the last in no_sync()"
+        )
 
     @torch.no_grad()
     def clip_grad_norm_(
