@@ -59,7 +59,7 @@ def timelines(text: str) -> Iterator[tuple[str, Timeline]]:
 
 def _lowered(serial: Program, name: str, protocol: str | None) -> Program:
     options = Options.from_dict({"strategy": name})
-    return lower(serial, options, default_machine("cuda"), transport=protocol)
+    return lower(serial, options, default_machine("cuda"), protocol=protocol)
 
 
 def _stacked(title: str, text: str) -> str:
