@@ -79,6 +79,10 @@ class SlotPool:
         self.slots: dict[tuple[str, int], Slot] = {}
         self.holders: dict[tuple[str, int], int] = {}
 
+    @property
+    def nbytes(self) -> int:
+        return sum(2 * align(slot.nbytes) for slot in self.slots.values())
+
     def ensure(self, topic: str, wanted: Mapping[str, int], timeout_s: float) -> dict[str, Slot]:
         """The slots of these names, large enough on every rank; all ranks call it, under a new
         topic."""
