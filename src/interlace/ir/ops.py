@@ -156,22 +156,23 @@ class Op:
 
 def _accesses(op: Op, how: Literal["read", "write"]) -> tuple[Access, ...]:
     """The accesses of an op's own fields, then those of its members."""
-    found: list[Access] = []
-    for name, remote in _fields_of_access(type(op), how):
-        view: View | None = getattr(op, name)
-        if view is not None:
-            peer: Index | None = getattr(op, "peer") if remote else None  # noqa: B009
-            found.append(Access(view, peer, getattr(op, "team") if remote else None))  # noqa: B009
+    own, of_peers = _fields_of_access(type(op), how)
+    found = [Access(view) for view in map(op.__getattribute__, own) if view is not None]
+    for name in of_peers:
+        peer, team = op.__getattribute__("peer"), op.__getattribute__("team")
+        found.append(Access(op.__getattribute__(name), peer, team))
     for member in op.members:
         found += member.reads() if how == "read" else member.writes()
     return tuple(found)
 
 
 @cache
-def _fields_of_access(kind: type[Op], how: str) -> tuple[tuple[str, bool], ...]:
-    """The fields of such an access, and whether they are views of a peer's memory."""
+def _fields_of_access(kind: type[Op], how: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The fields of such an access: views of the rank's own memory, and of a peer's."""
     written = [(each.name, each.metadata.get("written", Written())) for each in fields(kind)]
-    return tuple([(name, row.of_peer) for name, row in written if row.access == how])
+    found = [(name, row.of_peer) for name, row in written if row.access == how]
+    own, of_peers = ([name for name, remote in found if remote is which] for which in (False, True))
+    return tuple(own), tuple(of_peers)
 
 
 def views_in(arg: Arg) -> tuple[View, ...]:

@@ -299,35 +299,34 @@ def map_values(op: AnyOp, change: Callable[[object], object]) -> AnyOp:
 
 
 def _mapped(value: Any, change: Callable[[object], object]) -> Any:
-    if isinstance(value, tuple):
-        held = cast("tuple[object, ...]", value)
-        parts = tuple([_mapped(item, change) for item in held])
-        return held if all(map(operator.is_, parts, held)) else parts
     names = _mapped_fields(value.__class__)
-    if not isinstance(value, Op):
-        new = change(value)
-        if new is not value or not names:
-            return new
-    changes: dict[str, object] = {}
-    for name in names:
-        before: object = getattr(value, name)
-        after = _mapped(before, change)
-        if after is not before:
-            changes[name] = after
-    return dataclasses.replace(value, **changes) if changes else value
+    if names is None:
+        return change(value)
+    if isinstance(value, tuple):
+        items: tuple[object, ...] = value
+        parts = tuple([_mapped(item, change) for item in items])
+        return items if all(map(operator.is_, parts, items)) else parts
+    if not isinstance(value, Op) and (new := change(value)) is not value:
+        return new
+    before = [*map(value.__getattribute__, names)]
+    after = [_mapped(each, change) for each in before]
+    if all(map(operator.is_, before, after)):
+        return value
+    return dataclasses.replace(value, **dict(zip(names, after, strict=True)))
 
 
 _HOLDERS = (View, Buffer, Table, *get_args(Step))
 
 
 @functools.cache
-def _mapped_fields(kind: type[Any]) -> tuple[str, ...]:
-    """The fields that may hold more than names, numbers and flags; none of what holds nothing."""
+def _mapped_fields(kind: type[Any]) -> tuple[str, ...] | None:
+    """The fields that may hold more than names, numbers and flags; None of what holds nothing."""
     if issubclass(kind, Op):
         return tuple(each.name for each in form_of(kind).fields if each.role not in PLAIN)
     if kind in _HOLDERS:
-        return tuple(each.name for each in dataclasses.fields(kind) if each.init)
-    return ()
+        plain = ("str", "bool", "DType")
+        return tuple(f.name for f in dataclasses.fields(kind) if f.init and f.type not in plain)
+    return () if issubclass(kind, tuple) else None
 
 
 # Communication

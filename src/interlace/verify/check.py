@@ -185,9 +185,10 @@ def _refuse_too_many(sources: Sequence[LoweredProgram], visited: Collection[int]
         num_ranks = sum(rank in visited for rank in source.ranks)
         count += (source.num_places - len(source.items)) * num_ranks
         for item in source.items:
-            levels = filter(None, (item.ordering.raises, item.ordering.expects))
-            teams = [level.team for level in levels if isinstance(level.peer, Others)]
-            count += max([1, *(source.program.team(team).size - 1 for team in teams)]) * num_ranks
+            level = item.ordering.raises or item.ordering.expects
+            to_all = level is not None and isinstance(level.peer, Others)
+            others = source.program.team(level.team).size - 1 if level and to_all else 1
+            count += max(1, others) * num_ranks
     if count > MAX_OPS:
         raise ProgramError(
             f"{count:,} ops, and signals between pairs of ranks, on {len(visited):,} ranks that "

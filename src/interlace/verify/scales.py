@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -79,9 +80,9 @@ def scales(builder: GraphBuilder, sweep: Sweep, explain: Callable[[], Explainer]
 
 def takes_blocks(sources: Iterable[LoweredProgram]) -> bool:
     """Returns True if some call multiplies rows of FP8 in blocks."""
-    return any(
-        _rows_of(op).cut for source in sources for whole in source.program.ops for op in whole.steps
-    )
+    steps = chain.from_iterable(op.steps for source in sources for op in source.program.ops)
+    names = {op.fn for op in steps if isinstance(op, Call)}
+    return any(ROW_SCALES.get(base_of(name), NO_ROWS).cut for name in names)
 
 
 class _Walk:

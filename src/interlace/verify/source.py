@@ -260,17 +260,16 @@ class _Lowering:
 
     def filled(self, item: Item) -> Item:
         """An op by itself, with the names that it uses and declares bound."""
-        assert item.op is not None
+        op = item.op
+        assert op is not None
         self.bind(item)
-        for buffer in item.op.declares():
+        for buffer in op.declares():
             item.version = self.declare(buffer, item.index)
         kind = None if item.collective is None else KINDS[item.collective.kind]
-        root_reads = kind is not None and kind.reads == "root"
-        root_writes = kind is not None and kind.writes == "root"
-        item.touches = (
-            *(self.touch(item, False, access, root_reads) for access in item.op.reads()),
-            *(self.touch(item, True, access, root_writes) for access in item.op.writes()),
-        )
+        by_root = (kind.reads == "root", kind.writes == "root") if kind else (False, False)
+        reads = [self.touch(item, False, access, by_root[0]) for access in op.reads()]
+        writes = [self.touch(item, True, access, by_root[1]) for access in op.writes()]
+        item.touches = (*reads, *writes)
         return item
 
     def stream(self, op: Op, part: int = 0) -> int:
