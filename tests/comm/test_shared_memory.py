@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -166,7 +167,8 @@ class SlowWork:
 
 def test_a_transfer_done_as_a_slice_ends_is_done() -> None:
     wait = BoundedWait(5.0, lambda: "all_reduce")
-    good, bad = SlowWork(fails=False), SlowWork(fails=True)
+    good: Any = SlowWork(fails=False)
+    bad: Any = SlowWork(fails=True)
     wait.finish(good)
     assert good.slices == 3
     with pytest.raises(RuntimeError, match="closed by peer"):

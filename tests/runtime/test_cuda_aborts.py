@@ -436,7 +436,7 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TeamComm]:
 
 
 def test_a_reset_ends_what_it_replaces_after_its_users_have_left(team: TeamComm) -> None:
-    old = team.backend("nccl", "cuda", 5)
+    old: Any = team.backend("nccl", "cuda", 5)
     user = User(team, old)
     team.control.fail(PROBLEM)
     team.reset(5)
@@ -466,7 +466,7 @@ def test_ranks_meet_before_runs_do_what_waits_for_all(
 
 
 def test_a_reset_that_cannot_end_a_connection_mends_nothing(team: TeamComm) -> None:
-    old = team.backend("nccl", "cuda", 5)
+    old: Any = team.backend("nccl", "cuda", 5)
     old.stand_still()
     assert team.control.failure() is None
     for _ in range(2):
@@ -491,7 +491,7 @@ def test_a_reset_that_cannot_connect_anew_leaves_a_failure(
 
 
 def test_a_team_that_goes_ends_what_it_made(team: TeamComm) -> None:
-    old = team.backend("nccl", "cuda", 5)
+    old: Any = team.backend("nccl", "cuda", 5)
     user = User(team, old)
     release_teams()
     assert user.log == [(0, False)]

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -637,7 +637,7 @@ def test_a_failure_between_two_captures_lets_go_of_the_first(graphed: Graphed) -
         issue(stream, entry)
         watched.failure = PeerError("a peer stopped meanwhile")
 
-    binding.issue = fail
+    cast("Any", binding).issue = fail
     with pytest.raises(PeerError, match="a peer stopped meanwhile"):
         graphed.run([tensor(), tensor()], [tensor()])
     assert [entry for entry in log if entry[0] == "reset"] == [("reset", 1), ("reset", 2)]
@@ -801,7 +801,7 @@ def test_nothing_is_collected_in_a_capture(graphed: Graphed, fails: bool) -> Non
         return pytest.raises(PeerError) if fails else contextlib.nullcontext()
 
     for binding in graphed.graphs.bindings:
-        binding.issue = issue
+        cast("Any", binding).issue = issue
     before = gc.get_threshold()
     gc.set_threshold(10)
     try:

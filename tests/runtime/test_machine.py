@@ -120,9 +120,9 @@ def test_ranks_choose_by_one_file_and_none_where_files_differ(pool: Pool) -> Non
         assert "serial " in text.splitlines()[2]
         assert "peer/get " in text.splitlines()[2]
         assert differ == results[0][3][0], "the same on all ranks"
-        assert differ.startswith("AgreementError: ranks would choose")
-        assert "rank 0 by 'mine' of " in differ
-        assert "rank 1 by 'cpu' of " in differ
+        assert differ.startswith("AgreementError: ranks give 'inference' different calibrations")
+        assert "rank 0 has calibration='mine (" in differ
+        assert "rank 1 calibration='cpu (" in differ
     (_, _, _, (_, missing)), (_, _, _, (_, heard)) = results
     assert missing.startswith("CalibrationError: cannot read")
     assert "rank 0: cannot read" in heard

@@ -303,7 +303,7 @@ def _mapped(value: Any, change: Callable[[object], object]) -> Any:
     if names is None:
         return change(value)
     if isinstance(value, tuple):
-        items: tuple[object, ...] = value
+        items = cast("tuple[object, ...]", value)
         parts = tuple([_mapped(item, change) for item in items])
         return items if all(map(operator.is_, parts, items)) else parts
     if not isinstance(value, Op) and (new := change(value)) is not value:

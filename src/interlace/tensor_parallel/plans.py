@@ -106,7 +106,7 @@ def parallelize(
     if not given:
         raise InputError(f"{type(model).__name__} has no `tp_plan`: give `plan`")
     modules = dict(model.named_modules())
-    names = {*modules, *dict(model.named_parameters())}
+    names = dict.fromkeys([*modules, *dict(model.named_parameters())])  # in order, on all ranks
     named = {p: [n for n in names if _matches(n, p)] for p in sorted(given, key=names.__contains__)}
     found = {name: given[p] for p in named for name in named[p]}
     if not found:

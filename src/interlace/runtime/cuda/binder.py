@@ -237,14 +237,14 @@ class Binder:
         """Gives the memory of a tensor of this run back to its stream, once other streams have done
         with it (plan.py, Note [Whose memory]); on that stream itself, that is so already."""
         items, places, device = self.values.items, self.values.family(name), self.context.device
-        home = self.lanes[self._homes[name]]
+        home, given = self.lanes[self._homes[name]], self.plan.buffers[name].kind == "input"
         users = [self.lanes[stream] for stream in self._users.get(name, ())]
         others = {id(user): user for user in users if user is not home}
         streams = [other.stream for other in others.values()] if lane is not home else []
 
         def run() -> None:
             tensor = items[places[0]]
-            if streams and tensor is not None and tensor.is_cuda:  # None: its Call left it out
+            if tensor is not None and not (given and tensor.is_cpu):  # None: its Call left it out
                 for stream in streams:
                     tensor.record_stream(stream or torch.cuda.current_stream(device))
             for place in places:
@@ -348,7 +348,7 @@ class Binding:
         self.aside = self.sides[0] if self.sides else self.main
         """Where the hand-over between runs is issued: off the stream that computes, if possible."""
         self.binder = Binder(self)
-        self.steps = self._bind()
+        self.steps: list[Thunk] = self._bind()
         self._ends = [(lane, driver.event()) for lane in self.sides]
         self._counted = [space for space in spaces.values() if space.uses]
 
