@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 
@@ -23,6 +23,27 @@ def may_be_lazy(box: Box) -> bool:
     if box.is_sized or box.dtype in (DType.c64, DType.c128):
         return True
     return box.strides != contiguous_strides(box.sizes) or box.numel == 1
+
+
+def _strided(tensor: str, box: Box, strides: str) -> str:
+    """Text of a check of strides, but for dimensions of one, whose strides do not matter."""
+    if box.is_sized:  # else the slow look tells
+        return f"{tensor}.stride() == {strides}"
+    if box.strides == contiguous_strides(box.sizes):
+        return f"{tensor}.is_contiguous()"
+    if 1 not in box.sizes and box.numel:
+        return f"{tensor}.stride() == {strides}"
+    kept = [at for at, size in enumerate(box.sizes) if size != 1 and box.numel]
+    return " and ".join(["True", *(f"{tensor}.stride({at}) == {box.strides[at]}" for at in kept)])
+
+
+LOOK = """
+def look(tensors):
+    try:
+        return {}
+    except Exception:
+        return False
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +87,6 @@ def measured_sizes(
         return at
 
 
-Facts = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bool, bool]
-"""Element type, sizes and strides of a parameter; True if it may be on the CPU; if it may come as a
-view that torch conjugates or negates by a mark."""
-
-
 class Parameters:
     """The parameters of one kind (`input` or `output`) of a concrete Program."""
 
@@ -91,47 +107,62 @@ class Parameters:
         known = registered or {}
         self._held = {i: known[name] for i, name in enumerate(self.names) if name in known}
         self._device, self._host = device, host
-        self._boxes = [whole(buffer) for buffer in params]
+        self._asked = [whole(buffer) for buffer in params]
+        self._boxes = list(self._asked)
         """As they are for the sizes of the run."""
-        self._facts: list[Facts] = [(torch.uint8, (), (), False, False)] * len(params)
+        self._known: dict[str, Any] = {"Tensor": torch.Tensor, "device": device}
+        """Values that the checks of tensors refer to by name."""
+        self._known["cpu"] = torch.device("cpu")
         self._makers: list[Callable[[], torch.Tensor]] = [torch.Tensor] * len(params)
-        for index, box in enumerate([*self._boxes]):
+        for index, box in enumerate(self._asked):
             (run_sizes or RunSizes({})).follow_box(box, functools.partial(self._size, index))
         for index, held in self._held.items():
             self._makers[index] = lambda held=held: held.tensor
 
     def _size(self, index: int, box: Box) -> None:
         self._boxes[index] = box
-        on_cpu = self.names[index] in self._host or not box.sizes
-        layout = DTYPES[box.dtype], numbers(box.sizes), numbers(box.strides)
-        self._facts[index] = (*layout, on_cpu, may_be_lazy(box))
+        self._known |= {f"sizes{index}": box.sizes, f"strides{index}": box.strides}
         if index not in self._held:
             self._makers[index] = maker(box, self._device)
 
-    def fit(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """True if tensors are what the Program was made for, on its device; in every run, since a
-        shape can change in place. `check` says what is wrong."""
-        device, facts = self._device, self._facts
-        try:
-            if len(tensors) != len(facts):
-                return False
-            for tensor, (dtype, sizes, strides, on_cpu, lazy) in zip(tensors, facts, strict=True):
-                if (
-                    not isinstance(tensor, torch.Tensor)
-                    or tensor.dtype is not dtype
-                    or tensor.shape != sizes
-                    or (tensor.stride() != strides and not alike(tensor, strides))
-                    or (tensor.device != device and not (on_cpu and tensor.device.type == "cpu"))
-                    or (lazy and (tensor.is_conj() or tensor.is_neg()))
-                ):
-                    return False
-        except Exception:  # of what is no list, and of nested tensors
-            return False
-        return True
+    def _looking(self, then: str) -> Callable[[Sequence[torch.Tensor]], Any]:
+        """Returns a function that gives `then`, of tensors `t0`, `t1` and so on, where they are on
+        the device and fit, and else False. Every run calls it: one expression, since a loop takes
+        half as long again. (TorchDynamo's `TensorGuards` would end the process for a nested
+        tensor.)"""
+        device, known = self._device, self._known
+        tests = [f"len(tensors) == {len(self.names)}"]
+        there = "{0}.device == device"
+        if device.type == "cuda" and device.index is not None:  # half the time
+            there = f"{{0}}.get_device() == {device.index}"
+        for index, (name, box) in enumerate(zip(self.names, self._asked, strict=True)):
+            tensor, dtype = f"t{index}", f"dtype{index}"
+            known[dtype] = DTYPES[box.dtype]
+            sizes, strides = f"sizes{index}", f"strides{index}"
+            if not box.is_sized:
+                sizes, strides = repr(box.sizes), repr(box.strides)
+            on_cpu = name in self._host or not box.sizes
+            tests += [
+                f"isinstance({tensor} := tensors[{index}], Tensor)",
+                f"{tensor}.dtype is {dtype}",
+                f"{tensor}.shape == {sizes}",
+                (f"({there} or {{0}}.device == cpu)" if on_cpu else there).format(tensor),
+                _strided(tensor, box, strides),
+            ]
+            if may_be_lazy(box):
+                tests += [f"not {tensor}.is_conj()", f"not {tensor}.is_neg()"]
+        exec(LOOK.format(" and ".join((*tests, then))), known)
+        return known["look"]
 
-    def addresses(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...] | Literal[False]:
-        """Addresses of tensors that fit; False where one does not."""
-        return self.fit(tensors) and tuple([tensor.data_ptr() for tensor in tensors])
+    @functools.cached_property
+    def fit(self) -> Callable[[Sequence[torch.Tensor]], bool]:
+        """Tells whether tensors are what the Program was made for, but not what is wrong."""
+        return self._looking("True")
+
+    @functools.cached_property
+    def addresses(self) -> Callable[[Sequence[torch.Tensor]], Any]:
+        at = [f"t{index}.data_ptr()," for index in range(len(self._boxes))]
+        return self._looking(f"({' '.join(at)})")
 
     def new(self) -> list[torch.Tensor]:
         """Tensors for all of them: the registered ones, and for the others new ones."""
@@ -171,7 +202,7 @@ class Parameters:
                 )
 
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raises unless the tensors fit, and says what is wrong."""
+        """Raises unless the tensors fit; in every run, since a shape can change in place."""
         if not self.fit(tensors):
             self._look(tensors)
 

@@ -310,7 +310,7 @@ def _filled(
 def quick_call(op: Call, fn: Operator, values: ValueTable) -> Thunk:
     """A call of one of `QUICK`, of tensors alone: the shape of its result is compared once."""
     items, (view,) = values.items, op.outs
-    read = operator.itemgetter(*map(values.own, op.views()))
+    first, second, *third = map(values.own, op.views())
     out, wanted, known = values.own(view), (), False
 
     def expect(sizes: tuple[int, ...]) -> None:
@@ -325,12 +325,17 @@ def quick_call(op: Call, fn: Operator, values: ValueTable) -> Thunk:
 
     values.sizes.follow(values.box(view).sizes, expect)
 
-    def run() -> None:
-        fn(*read(items), out=items[out])
+    def run_two() -> None:
+        fn(items[first], items[second], out=items[out])
         if not known:
             check()
 
-    return run
+    def run_three() -> None:
+        fn(items[first], items[second], items[third[0]], out=items[out])
+        if not known:
+            check()
+
+    return run_three if third else run_two
 
 
 def resized(op: Call, got: Sequence[int], wanted: Sequence[int]) -> ExecutorError:
