@@ -198,6 +198,7 @@ ROW_SCALES: dict[str, RowScales] = {
     ),
 }
 """Calls that make, move or multiply packed FP8 rows, by name without namespace and overload."""
+NO_ROWS = RowScales()
 
 _POINTWISE_INTO = frozenset(POINTWISE.values())
 

@@ -27,8 +27,7 @@ from interlace.verify.in_place import in_place
 from interlace.verify.matching import mismatches
 from interlace.verify.regions import Regions
 from interlace.verify.report import MAX_FINDINGS, Report
-from interlace.verify.scales import scales
-from interlace.verify.source import LoweredProgram, lower
+from interlace.verify.source import LoweredProgram, lower, takes_blocks
 from interlace.verify.sweep import MAX_REPEATS, AccessFault, Sweep
 from interlace.verify.turns import Turns
 
@@ -144,7 +143,10 @@ def _check(together: Sequence[Program], in_order: bool, fold: bool) -> Report:
         for flaw in source.flaws
     ]
     findings += in_place(builder.places, regions, explain)
-    findings += scales(builder, sweep, explain)
+    if takes_blocks(sources):
+        from interlace.verify.scales import scales  # which few Programs need
+
+        findings += scales(builder, sweep, explain)
     findings += mismatches(builder, explain)
     findings += deadlocks(builder, explain)
     findings += launch_order(builder, explain)

@@ -17,8 +17,7 @@ from interlace.verify.deadlock import launched_in_a_circle
 from interlace.verify.in_place import in_place
 from interlace.verify.matching import mismatches
 from interlace.verify.regions import ByteRegion, Regions
-from interlace.verify.scales import takes_blocks
-from interlace.verify.source import LoweredProgram
+from interlace.verify.source import LoweredProgram, takes_blocks
 from interlace.verify.sweep import BufferLife, ByteAccess, Sweep
 from interlace.verify.turns import Turns
 

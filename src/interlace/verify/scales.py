@@ -17,13 +17,12 @@ Note [What a message has]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from interlace.ir.operators import ROW_SCALES, RowScales, base_of
+from interlace.ir.operators import NO_ROWS, ROW_SCALES, RowScales, base_of
 from interlace.ir.ops import KINDS, Call, Op
 from interlace.ir.sizes import Int, Size, at_hand
 from interlace.ir.text.printer import print_view
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 MOST = 1 << 9
 """A view of more separate runs of bytes is not followed."""
 FLOAT8 = (DType.f8e4m3, DType.f8e5m2)
-NO_ROWS = RowScales()
 
 
 class Origin(NamedTuple):
@@ -61,7 +59,7 @@ def scales(builder: GraphBuilder, sweep: Sweep, explain: Callable[[], Explainer]
 
     Where accesses race, what a block has is chance: there is no such finding then.
     """
-    if sweep.faults or not takes_blocks({place.source: 0 for place in builder.places}):
+    if sweep.faults:
         return []
     found: dict[tuple[LoweredProgram, Item], dict[int, tuple[RankPlace, str]]] = {}
     for place, item, words in _Walk(builder, sweep).run():
@@ -76,13 +74,6 @@ def scales(builder: GraphBuilder, sweep: Sweep, explain: Callable[[], Explainer]
         ops = (explain().ref(place, item, words.partition(" ")[2]),)
         findings.append(Finding("scale", words, ops, fix, ranks=tuple(sorted(by_rank))))
     return findings
-
-
-def takes_blocks(sources: Iterable[LoweredProgram]) -> bool:
-    """Returns True if some call multiplies rows of FP8 in blocks."""
-    steps = chain.from_iterable(op.steps for source in sources for op in source.program.ops)
-    names = {op.fn for op in steps if isinstance(op, Call)}
-    return any(ROW_SCALES.get(base_of(name), NO_ROWS).cut for name in names)
 
 
 class _Walk:

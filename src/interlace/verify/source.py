@@ -10,10 +10,13 @@ Alloc a name means, which Record a Wait sees), and what is wrong in that order a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from interlace.errors import ProgramError
+from interlace.ir.operators import NO_ROWS, ROW_SCALES, base_of
 from interlace.ir.ops import (
     KINDS,
     RNG,
@@ -425,3 +428,10 @@ class _Lowering:
         for version in (version for versions in sharing.values() for version in versions):
             version.shared = True
         return sharing
+
+
+def takes_blocks(sources: Iterable[LoweredProgram]) -> bool:
+    """Returns True if some call multiplies rows of FP8 in blocks (scales.py)."""
+    steps = chain.from_iterable(op.steps for source in sources for op in source.program.ops)
+    names = {op.fn for op in steps if isinstance(op, Call)}
+    return any(ROW_SCALES.get(base_of(name), NO_ROWS).cut for name in names)
