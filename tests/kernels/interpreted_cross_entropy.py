@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tests.support.interpreting import run
 
-from interlace.nn.cross_entropy import launch, reference
+from interlace.nn.cross_entropy import launch, layout, reference
 from interlace.nn.cross_entropy.steps import Problem, Shards, Terms, new_word
 
 
@@ -96,10 +96,10 @@ def check(draw: random.Random) -> None:
         if draw.random() < 0.3 and shard.numel():  # masked classes, wherever they are
             start = draw.choice([0, draw.randrange(shard.shape[-1])])
             shard[..., start : start + draw.choice([1, 5, 40])] = draw.choice([-6e4, -1e9])
-    launch.PROGRAMS = draw.choice([1, 2048])  # whole rows, or parts of them
-    launch.PART_TILES = 1
-    launch.WARPS, launch.GRAD_TILES = draw.choice([1, 2]), draw.choice([1, 2])
-    launch.cut_of.cache_clear()
+    layout.PROGRAMS = draw.choice([1, 2048])  # whole rows, or parts of them
+    layout.PART_TILES = 1
+    layout.WARPS, launch.GRAD_TILES = draw.choice([1, 2]), draw.choice([1, 2])
+    layout.cut_of.cache_clear()
     device_sizes = torch.tensor(sizes) if world > 1 else None
     what = (
         dtype,

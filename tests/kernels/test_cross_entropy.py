@@ -56,7 +56,7 @@ def test_loads_of_16_bytes_and_no_spills(
     name: str, element: torch.dtype, options: dict[str, Any]
 ) -> None:
     """Each thread has its loads of 16 bytes under way together, also in rows of odd length."""
-    from interlace.nn.cross_entropy.launch import UNROLL, WARPS
+    from interlace.nn.cross_entropy.layout import UNROLL, WARPS
 
     forward, loads = name == "stats_kernel", UNROLL
     cut = {"U": loads, "LANES": 32 * WARPS, "VEC": 16 // element.itemsize}
@@ -180,7 +180,7 @@ def test_kernels_are_given_what_they_name(
 def test_rows_are_found_without_a_copy(
     shape: tuple[int, ...], view: Any, dims: int, even: bool
 ) -> None:
-    from interlace.nn.cross_entropy.launch import KernelRows
+    from interlace.nn.cross_entropy.layout import KernelRows
 
     x = view(torch.zeros(shape, dtype=torch.bfloat16))
     y = torch.zeros(x.shape[:-1], dtype=torch.int64)

@@ -13,7 +13,7 @@ import interlace
 
 SOURCE = Path(interlace.__file__).parents[1]
 ROOT = Path(__file__).parents[2]
-ROUNDS = {"adam": 8, "cross_entropy": 10, "float8": 20, "gemm": 8, "grouped": 4, "muon": 6}
+ROUNDS = {"adam": 10, "cross_entropy": 20, "float8": 25, "gemm": 8, "grouped": 6, "muon": 6}
 
 
 @pytest.mark.kernels

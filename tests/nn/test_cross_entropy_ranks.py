@@ -84,6 +84,14 @@ def test_grid(pool: Pool, world: int, seed: int) -> None:
     verify(pool, cases, world)
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_128256_classes(pool: Pool, world: int, seed: int) -> None:
+    for sizes in ((128256 // world,) * world, (100_000, *(28256 // (world - 1),) * (world - 1))):
+        case = Case(seed=seed, batch=(2,), sizes=sizes, dtype=torch.bfloat16, ignored=0.0,
+                    smoothing=0.1, weighted=True, z_loss=1e-4)  # fmt: skip
+        verify(pool, [case], world)
+
+
 def special() -> None:
     """No rows, one row, and none that counts."""
     group, rank = dist.group.WORLD, dist.get_rank()
@@ -137,6 +145,18 @@ def test_masked(pool: Pool) -> None:
     pool(3).run(masked, (4, 6, 3))
 
 
+def count_collectives() -> int:
+    """How many gathers a call takes, forward and backward."""
+    with mock.patch.object(vocabulary, "start_gather", wraps=vocabulary.start_gather) as gather:
+        x, y = torch.randn(3, 4, requires_grad=True), torch.tensor([1, 2, 3])
+        cross_entropy(x, y, group=dist.group.WORLD).backward()
+    return gather.call_count
+
+
+def test_collectives_of_a_call(pool: Pool) -> None:
+    assert pool(2).run(count_collectives) == [2, 2]
+
+
 def targets_of_all_ranks() -> None:
     x, group = torch.randn(3, 4), dist.group.WORLD
     with pytest.raises(TargetError, match="row 0 is 8, where there are classes 0 to 7"):
@@ -149,6 +169,7 @@ def test_targets_of_all_ranks(pool: Pool) -> None:
 
 
 DIFFER: dict[str, tuple[str, Any, Any]] = {
+    "reduction": ("reduction='none'=1, and rank 1 reduction='none'=0", "none", "mean"),
     "label_smoothing": ("label_smoothing=0, and rank 1 label_smoothing=1", 0.0, 0.1),
     "z_loss": ("z_loss=1, and rank 1 z_loss=0", 0.1, 0.0),
     "softcap": ("softcap=0, and rank 1 softcap=1", None, 5.0),
@@ -245,3 +266,19 @@ def by_dtensor(classes: int) -> None:
 def test_dtensor(pool: Pool) -> None:
     """10 classes on 4 ranks are 3, 3, 3, 1."""
     pool(4).run(by_dtensor, 10)
+
+
+def subgroup() -> float | None:
+    """A group of ranks 3 and 1, as a mesh of one dimension."""
+    mesh = dist.DeviceMesh("cpu", [1, 3])
+    if dist.get_rank() not in (1, 3):
+        return None
+    x = torch.arange(8.0).view(2, 4)
+    own = x[:, :2] if dist.get_rank() == 1 else x[:, 2:]
+    return cross_entropy(own, torch.tensor([3, 1]), group=mesh).item()
+
+
+def test_subgroup(pool: Pool) -> None:
+    wanted = torch.nn.functional.cross_entropy(torch.arange(8.0).view(2, 4), torch.tensor([3, 1]))
+    _, first, _, second = pool(4).run(subgroup)
+    assert first == second == pytest.approx(wanted.item(), rel=1e-6)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ class Loss(nn.Module):
 
     function: ClassVar[Callable[..., torch.Tensor]]
 
-    def __init__(self, options: Mapping[str, object]) -> None:
+    def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__()
         params = inspect.signature(self.function).parameters
         tensors = ("weight", "bias", "class_weight")
@@ -42,7 +42,7 @@ class Loss(nn.Module):
         )
         self.options = {**self.defaults, **options}
 
-    def with_denominator(self, denominator: torch.Tensor | float | None) -> dict[str, object]:
+    def with_denominator(self, denominator: torch.Tensor | float | None) -> dict[str, Any]:
         """The options, with this denominator if one is given."""
         return self.options if denominator is None else {**self.options, "denominator": denominator}
 
@@ -65,7 +65,7 @@ class CrossEntropyLoss(Loss):
     function = staticmethod(cross_entropy)
     weight: torch.Tensor | None
 
-    def __init__(self, weight: torch.Tensor | None = None, **options: object) -> None:
+    def __init__(self, weight: torch.Tensor | None = None, **options: Any) -> None:
         super().__init__(options)
         self.register_buffer("weight", weight)
 
@@ -89,7 +89,7 @@ class LinearCrossEntropyLoss(Loss):
     function = staticmethod(linear_cross_entropy)
     class_weight: torch.Tensor | None
 
-    def __init__(self, class_weight: torch.Tensor | None = None, **options: object) -> None:
+    def __init__(self, class_weight: torch.Tensor | None = None, **options: Any) -> None:
         super().__init__(options)
         self.register_buffer("class_weight", class_weight)
 

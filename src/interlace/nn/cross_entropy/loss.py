@@ -24,13 +24,12 @@ from numbers import Real
 from typing import Any, Literal, SupportsIndex, get_args
 
 import torch
-import torch.distributed as dist
 
 from interlace.errors import InputError, TargetError, refuse_removed
 from interlace.nn.autograd import first_order
 from interlace.nn.cross_entropy.steps import Problem, Shards, Terms, new_word, steps_for
 from interlace.nn.cross_entropy.vocabulary import Waiting, find_shards, gather, refuse_dtensors
-from interlace.nn.groups import GroupLike, group_of
+from interlace.nn.groups import group_of
 from interlace.optim.untraced import eager
 
 Reduction = Literal["none", "mean", "sum"]
@@ -52,7 +51,7 @@ def cross_entropy(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     *,
-    group: GroupLike = None,
+    group: Any = None,
     z_loss: float = 0.0,
     softcap: float | None = None,
     denominator: torch.Tensor | float | None = None,
@@ -116,7 +115,7 @@ class LossSetup:
     shards: Shards
     ready: Waiting
     """To be called before `shards.sizes` is read."""
-    group: dist.ProcessGroup | None
+    group: Any
     word: torch.Tensor
 
     @classmethod
@@ -126,7 +125,7 @@ class LossSetup:
         device: torch.device,
         classes: int,
         terms: Terms,
-        group: GroupLike,
+        group: Any,
         facts: Mapping[str, int],
         check_targets: bool,
     ) -> LossSetup:
@@ -135,17 +134,15 @@ class LossSetup:
         """
         notes = notes_of("cuda" if device.type == "cuda" else "cpu")
         notes.check()
-        team = group_of(group)
-        shards, ready = find_shards(team, classes, facts, device)
+        group = group_of(group)
+        shards, ready = find_shards(group, classes, facts, device)
         if check_targets:
             ready()
             count = shards.classes if shards.sizes is None else int(shards.sizes.sum())
             check_all(target, count, terms.ignore_index)
-        return cls(terms, shards, ready, team, notes.word)
+        return cls(terms, shards, ready, group, notes.word)
 
-    def problem(
-        self, logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, row: int
-    ) -> Problem:
+    def problem(self, logits: torch.Tensor, target: torch.Tensor, weight: Any, row: int) -> Problem:
         """Some rows of the call, from `row` on."""
         return Problem(logits, target, weight, self.terms, self.shards, self.word, row)
 

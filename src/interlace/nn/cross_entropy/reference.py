@@ -27,13 +27,25 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def blocks(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Blocks of rows (rows, classes) of (..., classes), each with its first row's number."""
+def blocks(tensor: torch.Tensor, first: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
+    """Blocks of rows (rows, classes) that cover (..., classes), each with its first row's number;
+    none is copied: rows that no two strides can describe come in several parts.
+    """
+    if tensor.dim() == 1:
+        tensor = tensor[None]
     columns = tensor.shape[-1]
     rows = tensor.numel() // columns if columns else 0
-    step, flat = max(1, BLOCK // max(columns, 1)), tensor.reshape(rows, columns)
+    if tensor.dim() > 2:
+        try:
+            tensor = tensor.view(rows, columns) if columns else tensor
+        except RuntimeError:
+            each = tensor[0].numel() // columns
+            for index, part in enumerate(tensor):
+                yield from blocks(part, first + index * each)
+            return
+    step = max(1, BLOCK // max(columns, 1))
     for start in range(0, rows, step):
-        yield start, flat[start : start + step]
+        yield first + start, tensor[start : start + step]
 
 
 def capped(x: torch.Tensor, terms: Terms) -> torch.Tensor:
