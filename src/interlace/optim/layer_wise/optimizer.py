@@ -32,6 +32,7 @@ from functools import partial
 from typing import Literal, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -60,7 +61,9 @@ from interlace.optim.layer_wise.update_plan import (
     UpdatePlan,
     hash_of,
     is_sharded,
+    lies_over,
     like,
+    other_shards,
     parameters_of,
     planned,
     uncompiled,
@@ -160,6 +163,12 @@ class LayerWise:
             )
         plan = planned(optimizer, params, mesh, bucket_bytes)
         self._plan, self._pipeline = plan, None
+        self._other_shards = other_shards(plan.params, mesh) if plan.in_place else {}
+        self._apart = [
+            is_sharded(param) and (not plan.in_place or lies_over(param, mesh))
+            for param in plan.params
+        ]
+        """True for each Parameter of which the ranks of `norms` hold different parts."""
         if plan.in_place:
             overlap = chosen.overlap and overlap_param_gather
             self._pipeline = ShardPipeline(optimizer, params, mesh, bucket_bytes, overlap)
@@ -306,10 +315,19 @@ class LayerWise:
         """The norm of the gradients of all ranks, shards included; see `clip_grad_norm_`."""
         norms, grads = self._shared["norms"].zero_(), self._reduced_grads()
         shard, shards = self._plan.shard, self._plan.shards
-        for number, (acting, param) in enumerate(zip(self._acting, self._plan.params, strict=True)):
-            if (grad := grads.get(acting)) is not None and (shard == 0 or is_sharded(param)):
-                own = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
-                norms[number * shards + shard] = own
+        own = norms.new_zeros(len(self._acting))
+        for number, acting in enumerate(self._acting):
+            if (grad := grads.get(acting)) is not None:
+                own[number] = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
+        for group, numbers in self._other_shards.items():
+            places = [*numbers]
+            parts = norms.new_empty(group.size() * len(places))
+            dist.all_gather_into_tensor(parts, own[places], group)
+            parts = parts.view(group.size(), len(places))
+            own[places] = torch.linalg.vector_norm(parts, norm_type, dim=0)
+        for number, apart in enumerate(self._apart):
+            if shard == 0 or apart:
+                norms[number * shards + shard] = own[number]
         self._share("norms")
         return torch.linalg.vector_norm(norms, norm_type)
 

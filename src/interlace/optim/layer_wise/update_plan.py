@@ -7,7 +7,7 @@ plan.is_mine(0)                                   # whether this rank updates th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,8 +85,6 @@ def planned(
     """
     rank, empty = mesh.get_local_rank(), Ownership((), (), ())
     if any(lies_over(param, mesh) for param in params.values()):
-        for name, param in params.items():
-            refuse_other_shards(name, param, mesh)
         costs, ownership, over, count, shard = (), empty, None, mesh.size(), rank
     else:
         over = shard_mesh(params, mesh)
@@ -243,17 +241,18 @@ def lies_over(param: Tensor, mesh: DeviceMesh) -> bool:
     return any(_ranks_of(group) == _ranks(mesh) for group in _shard_groups(param))
 
 
-def refuse_other_shards(name: str, param: Tensor, mesh: DeviceMesh) -> None:
-    """Raises UnsupportedError for a parameter beside those of `fully_shard` that is sharded over
-    other ranks too: its norm would need theirs.
+def other_shards(
+    params: Sequence[Tensor], mesh: DeviceMesh
+) -> dict[dist.ProcessGroup, tuple[int, ...]]:
+    """Groups of other ranks than the mesh's that Parameters are sharded over (tensor parallelism
+    beside `fully_shard`), each with the numbers of these. In an order that all ranks share.
     """
-    for group in _shard_groups(param) if isinstance(param, DTensor) else ():
-        if group.size() > 1 and _ranks_of(group) != _ranks(mesh):
-            raise UnsupportedError(
-                f"{name} is sharded over ranks {_ranks_of(group)}, beside those of fully_shard: "
-                "LayerWise takes no tensor parallelism there. fix: leave such Parameters out of "
-                "its optimizer, and give them one of their own"
-            )
+    found: dict[dist.ProcessGroup, tuple[int, ...]] = {}
+    for number, param in enumerate(params):
+        for group in _shard_groups(param) if isinstance(param, DTensor) else ():
+            if group.size() > 1 and _ranks_of(group) != _ranks(mesh):
+                found[group] = (*found.get(group, ()), number)
+    return found
 
 
 def _shard_groups(param: DTensor) -> list[dist.ProcessGroup]:
