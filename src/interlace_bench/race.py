@@ -57,7 +57,7 @@ REST_S = 5e-3
 HOST_BATCH = 20
 """Calls between which the host waits for the device, so that it never waits in a call."""
 HOST_LAUNCHES, HOST_ROUNDS = (4, 100), (2, 10)
-"""Calls of a variant in a turn, and turns, where the host is timed: 1,000 calls in all."""
+"""Calls of a variant in a turn, and turns, where the host is timed: at most 1,000 calls in all."""
 ROUNDS = (3, 15)
 """At least and at most so many rounds."""
 

@@ -17,6 +17,8 @@ from interlace.errors import InterlaceError, OptionError, UnsupportedError
 from interlace.frontend import backend
 
 LIMIT_S = 2.0
+TRACED_S = 8.0
+"""More than one rank's trace of a model takes longer than the other's on a busy machine."""
 
 
 def attempts(call: Any, late: int) -> list[str]:
@@ -40,7 +42,7 @@ def attempts(call: Any, late: int) -> list[str]:
 def late_to_train(late: int) -> tuple[list[str], bool]:
     model, tokens = make()
     want = step(model, model, tokens)
-    call = compiled(model, timeout_s=LIMIT_S)
+    call = compiled(model, timeout_s=TRACED_S)
     told = attempts(lambda: call(tokens), late)
     got = step(call, model, tokens)
     return told, abs(want[0] - got[0]) < 1e-5 and bits(step(call, model, tokens)[1]) == bits(got[1])

@@ -555,8 +555,8 @@ def sharded(seed: int) -> bool:
     sizes = [other.state[part]["momentum_buffer"].to_local().shape for part in parts]
     first = torch.distributed.get_rank() == 0
     assert sizes == [(8, 20), (3, 4, 6), (2 if first else 1, 4, 6)]
-    for placement in (Shard(0), Shard(1)):
-        param: Any = nn.Parameter(distribute_tensor(torch.ones(12, 20), mesh, [placement]))
+    for placement, rows in ((Shard(0), 12), (Shard(1), 12), (Shard(0), 1)):  # 1: one rank has all
+        param: Any = nn.Parameter(distribute_tensor(torch.ones(rows, 20), mesh, [placement]))
         param.grad = torch.ones_like(param)
         with pytest.raises(OptimizerError, match=r"Muon needs whole ones. fix: .*LayerWise\("):
             Muon([param]).step()

@@ -89,6 +89,12 @@ def p(x: f32[4], w: f32[4], u: f32[4], y: out[f32[4]], z: out[f32[4]]):
     assert check(program).sound
 
 
+def test_an_output_that_is_freed_is_refused() -> None:
+    text = "def p(x: f32[4], y: out[f32[4]]):\n    main: copy(x, y)\n    main: free(y)\n"
+    with pytest.raises(PassError, match="'y' is an output and stays the caller's"):
+        planned(text)
+
+
 def test_no_reuse_where_streams_are_not_ordered() -> None:
     text = """
 def p(tp: Team[2], x: f32[64, 64], y: f32[64, 64]):

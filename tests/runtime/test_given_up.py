@@ -12,6 +12,7 @@ from tests.frontend.models import Model, parallelise, world_mesh
 from tests.support.fake_cuda import fake_engine
 from tests.support.pool import Pool
 
+from interlace.errors import ExecutorError
 from interlace.frontend.binding import Bound
 from interlace.ir import Free, Op, parse
 from interlace.runtime.executor import Executor
@@ -55,6 +56,13 @@ def test_without_boxed_the_callers_list_stays() -> None:
             (result,) = executor.run(inputs)
             assert result.tolist() == [16.0] * 4
     assert [tensor.tolist() for tensor in inputs] == [[2.0] * 4] * 3
+
+
+def test_what_cannot_be_emptied_is_refused_before_the_run() -> None:
+    with Executor(parse(TEXT)).prepare() as executor:
+        with pytest.raises(ExecutorError, match="given a tuple of inputs to empty"):
+            executor.run(tuple(given()), boxed=True)
+        assert executor.run(given(), boxed=True)[0].tolist() == [16.0] * 4
 
 
 def test_on_cuda_the_table_lets_go_of_them() -> None:

@@ -135,3 +135,17 @@ def test_a_circle_names_its_ranks_and_why_each_op_waits(
         assert told <= roles
         assert len(told) >= len(roles) - 1
     assert finding.ranks == tuple(sorted({ref.rank for ref in finding.ops}))
+
+
+def test_a_slot_of_which_some_ranks_are_missing() -> None:
+    program = parse(
+        "def f(tp: Team[3], x: f32[4], y: out[f32[4]]):\n"
+        "    full = alloc(f32[4], symmetric=tp)\n"
+        "    main: copy(x, full)\n"
+        "    main: barrier(team=tp)\n"
+        "    main: get(full, y, peer=tp.rank + 1)\n"
+        "    main: free(full)\n"
+    )
+    report = check(program.instantiate(1))
+    told = [finding.message for finding in report.errors if finding.kind == "mismatch"]
+    assert any("no Program of the set runs on rank 0" in message for message in told), report

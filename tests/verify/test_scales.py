@@ -103,6 +103,9 @@ RIGHT = {
     + 'main: call("aten.cat.default", (full[tp.rank + 1], x8), out=(both := f8e4m3[8, 64]))\n'
     + mm("both", 2, height=8),
     "rows that were sent": MESSAGE + mm("got", 2, height=8),
+    "parts of a root's rows, beside own ones": QUANTISED + "own = empty(f8e4m3[8, 64])\n"
+    "main: scatter(full, own[0:4], root=2, team=tp)\nmain: copy(x8, own[4:8])\n"
+    + mm("own", 1, height=8),
     "a weight of one rank": QUANTISED + "all = empty(f8e4m3[48, 64])\n"
     "main: all_gather(w, all, team=tp)\n" + mm("full", 3, "all[16:32]"),
     "rows of another type": QUANTISED + "wide = empty(f32[12, 64])\nback = empty(f8e4m3[12, 64])\n"
@@ -154,6 +157,11 @@ WRONG = {
     "rows of the root": (
         QUANTISED + "main: broadcast(x8, full[0:4], root=1, team=tp)\n"
         + mm("full[4:12]", 1, height=8),
+        "they have several",
+    ),
+    "parts of a root's rows": (
+        QUANTISED + "own = empty(f8e4m3[8, 64])\nmain: scatter(full, own[0:4], root=2, team=tp)\n"
+        "main: copy(full[tp.rank + 1], own[4:8])\n" + mm("own", 1, height=8),
         "they have several",
     ),
     "rows in another order": (
@@ -221,6 +229,22 @@ def test_a_block_of_several_scales_is_refused(body: str, told: str) -> None:
     assert finding.ranks == (0, 1, 2)
     assert re.search(told, finding.message), finding.message
     assert "interlace.float8_mm" in finding.ops[0].text
+
+
+def test_uneven_parts_are_followed() -> None:
+    body = QUANTISED.replace("main: all_gather(x8, full, team=tp)", "").rstrip() + (
+        "\nrows = table(tp, 4, 4, 4)\nmain: all_gather(x8, full, splits=rows, team=tp)\n"
+    )
+    assert checked(body + mm("full", 3)).sound
+    assert checked(body + mm("full", 1)).kinds() == {"scale"}
+
+
+def test_registered_memory_has_no_origin() -> None:
+    with_blocks = QUANTISED + mm("full", 1)
+    params = "g: f32[4].registered(tp), x: bf16[4, 32], w: f8e4m3[16, 64]"
+    lines = [*with_blocks.splitlines(), "return y"]
+    body = "".join(f"    {line}\n" for line in lines)
+    assert check(parse(f"def f(tp: Team[3], {params}):\n{body}")).kinds() == {"scale"}
 
 
 def test_a_fault_is_told_once_and_of_the_ranks_that_have_it() -> None:

@@ -445,10 +445,11 @@ def group_of_mesh(mesh: dist.DeviceMesh, dim: int = 0) -> dist.ProcessGroup:
     """The process group of a dimension of a mesh, which keeps its name; raises `TeamError`."""
     try:
         return mesh.get_group(dim)
-    except RuntimeError as error:
+    except (RuntimeError, IndexError) as error:  # which torch raises on a rank outside the mesh
         raise TeamError(
-            f"the process group of {mesh} was destroyed ({error}). Fix: make the group, its mesh "
-            "and what runs on it anew; destroy groups after the last backward"
+            f"the process group of {mesh} was destroyed, or is not this rank's ({error}). Fix: "
+            "make the group, its mesh and what runs on it anew; destroy groups after the last "
+            "backward"
         ) from error
 
 

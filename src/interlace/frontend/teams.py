@@ -102,7 +102,8 @@ class Teams:
         if any(team.size > 1 and ranks.difference(*team.groups) for team in self._used.values()):
             axes = mesh_axes(_live_meshes())  # code may hold a mesh that no argument has
             for group in self._used.keys() & axes.keys():
-                self._used[group] = replace(self._used[group], groups=axes[group].groups)
+                if _reach(axes[group]) > _reach(self._used[group]):
+                    self._used[group] = replace(self._used[group], groups=axes[group].groups)
             ranks = self._connected()
         known = [team for team in self._used.values() if team.size > 1]
         for team in known:
@@ -161,8 +162,15 @@ def mesh_axes(meshes: Iterable[DeviceMesh]) -> dict[str, KnownTeam]:
         root: DeviceMesh = getattr(mesh, "_get_root_mesh", lambda mesh=mesh: mesh)()
         for whole in (root, mesh):
             for dim in range(whole.ndim):
-                found.setdefault(*_axis(whole, dim))
+                group, known = _axis(whole, dim)
+                if group not in found or _reach(known) > _reach(found[group]):
+                    found[group] = known  # whatever the order of the meshes
     return found
+
+
+def _reach(known: KnownTeam) -> int:
+    """Number of ranks whose groups are known."""
+    return sum(map(len, known.groups))
 
 
 def _live_meshes() -> Iterator[DeviceMesh]:

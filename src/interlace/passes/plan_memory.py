@@ -45,8 +45,13 @@ class PlanMemory:
 
     def run(self, program: Program) -> Program:
         """The same ops on the same streams, with memory planned."""
-        inputs = {buffer.name for buffer in program.params if buffer.kind == "input"}
-        given_up = inputs & {op.buffer for op in program.ops if isinstance(op, Free)}
+        freed = {op.buffer for op in program.ops if isinstance(op, Free)}
+        for name in (buffer.name for buffer in program.params if buffer.kind == "output"):
+            if name in freed:
+                raise PassError(
+                    f"plan_memory: {name!r} is an output and stays the caller's: take its free out"
+                )
+        given_up = freed & {buffer.name for buffer in program.params if buffer.kind == "input"}
         program = _place_allocs(_localise(strip_events(program)))
         plan = _Plan(program, self.reuse, given_up)
         rewrite = Rewrite(program.ops)

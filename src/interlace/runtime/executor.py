@@ -372,7 +372,8 @@ class Executor:
         named sizes that are no dimension of an input; by default they stay as they were. `origin`
         says what this run and the next ones belong to, and is the same on all ranks: who pairs it
         with a run of another origin gets an AgreementError, although the Program is the same.
-        With `boxed`, `inputs` is a list, which the run empties: what the Program frees dies there.
+        With `boxed`, `inputs` is a list, which the run empties (but for one by a CUDA graph): what
+        the Program frees dies there.
 
         Every rank of the Program's teams calls it, in the same order. Raises ExecutorError for
         tensors that do not fit, before anything runs, and where it is not prepared or is closed;
@@ -380,6 +381,11 @@ class Executor:
         Program: then `reset()`, called by all, lets runs go on.
         """
         wanted = None if sizes is None else self._wanted(sizes)
+        if boxed and not isinstance(inputs, list):
+            raise ExecutorError(
+                f"{self.program.name} was given a {type(inputs).__name__} of inputs to empty. fix: "
+                "with boxed=True give a list"
+            )
         lock = self._lock
         if not lock.acquire(False):
             self._wait_for_lock()

@@ -1,4 +1,4 @@
-"""Why some nodes can never finish: a shortest cycle, or an op that waits for what never comes.
+"""Why some nodes can never finish: a short cycle, or an op that waits for what never comes.
 
 Nothing in the model is a choice, so the nodes that cannot finish are the same in every
 interleaving. Those behind them are not reported; the ones that hold everything up are.

@@ -239,8 +239,8 @@ class _Matcher:
                 )
 
     def slots(self) -> None:
-        for slot in [*self.meetings.taken]:
-            members = self.builder.members(slot[0], slot[0].ranks[0])
+        for slot, takers in [*self.meetings.taken.items()]:
+            members = self.builder.members(slot[0], next(iter(takers)))
             ranks = dict.fromkeys(map(self.builder.first, members))
             taken = {rank: self.builder.takes(slot, rank) for rank in ranks}
             least, most = _extremes(taken)

@@ -37,7 +37,7 @@ from interlace.verify.sweep import Content, Sweep
 if TYPE_CHECKING:
     from interlace.verify.explain import Explainer
 
-MOST = 1 << 9
+MOST = 1 << 12
 """A view of more separate runs of bytes is not followed."""
 FLOAT8 = (DType.f8e4m3, DType.f8e5m2)
 
@@ -68,8 +68,7 @@ def scales(builder: GraphBuilder, sweep: Sweep, explain: Callable[[], Explainer]
     for (_, item), by_rank in found.items():
         place, words = by_rank[min(by_rank)]
         fix = (
-            "let a block have the rows of one quantisation, or quantise all of them by one "
-            "maximum; 0 blocks are for rows that have a scale each"
+            "let a block have the rows of one quantisation, or quantise all of them by one maximum"
         )
         ops = (explain().ref(place, item, words.partition(" ")[2]),)
         findings.append(Finding("scale", words, ops, fix, ranks=tuple(sorted(by_rank))))
@@ -156,6 +155,8 @@ class _Walk:
             return self.given.get(self.sends[part]) if part in self.sends else None
         if item.call is not None:
             return self.called(part, item.call, touch)
+        if item.op is None:  # the caller's own accesses of registered memory
+            return None
         (source,) = (one for one in item.touches if not one.write)
         alike = self.box(place, source).dtype.itemsize == self.box(place, touch).dtype.itemsize
         return self.read(place, source) if alike else None
@@ -168,16 +169,21 @@ class _Walk:
         if kind.reduces:
             whose = place.rank if kind.scales else None
             return [(box.nbytes, Origin((queue, k, whose)))]
-        if op.splits is not None or kind.scales == "scatter":
-            return None
-        ranks = queue[0].ranks
+        ranks, index = queue[0].ranks, where.member(op.team).index
         given = [self.given.get((come[rank].place, come[rank].item), ()) for rank in ranks]
         if op.root is not None and kind.scales != "gather":
-            return given[where.index(op.root)]
+            root = given[where.index(op.root)]
+            if kind.scales != "scatter":
+                return root
+            row, first = box.nbytes // max(box.sizes[0], 1), index * box.sizes[0]
+            if op.splits is not None:
+                first = where.table(op.splits).starts[index]
+            return _cut(root, first * row, box.nbytes)
         if op.kind == "all_to_all":
+            if op.splits is not None:
+                return None
             size = box.nbytes // len(ranks)
-            start = size * where.member(op.team).index
-            given = [_cut(one, start, size) for one in given]
+            given = [_cut(one, size * index, size) for one in given]
         return [piece for one in given for piece in one]
 
     def called(self, part: Part, op: Call, touch: Touch) -> Strip | None:

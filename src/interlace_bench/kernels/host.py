@@ -2,9 +2,9 @@
 
     cases = host_cases()
 
-Tensors are so small that the host is what takes the time; each figure is the median of 1,000 calls,
-a hundred of each variant in turn (of fewer where a call takes milliseconds). For an Executor, a
-run of a Program of 1, 8 or 32 calls on one stream is compared with the same calls of torch, one by
+Tensors are so small that the host is what takes the time; each figure is the median of up to 1,000
+calls, a hundred of each variant in turn (of fewer where a call takes long). For an Executor, a run
+of a Program of 1, 8 or 32 calls on one stream is compared with the same calls of torch, one by
 one, with the same operators and outputs.
 """
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from interlace.comm import num_resets
 
@@ -30,7 +31,9 @@ class Forwards:
         """Number of values that backward takes from a forward: the last of its results, the first
         of backward's arguments. None if backward does not communicate: no pass need be known."""
         self._number = self._resets = 0
-        self._numbers: dict[frozenset[int], int] = {}
+        self._numbers: dict[frozenset[int], tuple[int, list[StorageWeakRef]]] = {}
+        """Numbers of passes, with what tells that their storages live: it keeps their addresses
+        from coming again."""
 
     def note(self, results: Sequence[object]) -> None:
         """A forward pass was run."""
@@ -40,22 +43,26 @@ class Forwards:
             self._resets, self._number, self._numbers = resets, 0, {}
         self._number += 1
         if len(self._numbers) >= 2 * MOST:
-            self._numbers = {key: n for key, n in self._numbers.items() if self._lasts(n)}
-        self._numbers[_storages(results[len(results) - self.num_saved :])] = self._number
+            self._numbers = {k: item for k, item in self._numbers.items() if self._lasts(*item)}
+        saved = _storages(results[len(results) - self.num_saved :])
+        key = frozenset([storage._cdata for storage in saved])
+        self._numbers[key] = self._number, [*map(StorageWeakRef, saved)]
 
     def origin(self, args: Sequence[object]) -> str | None:
         """The name of the forward pass that saved these arguments; empty where it is not known,
         None where it need not be."""
         if self.num_saved is None:
             return None
-        number = self._numbers.get(_storages(args[: self.num_saved]), -MOST)
-        return f"of forward {number}" if self._lasts(number) else ""
+        key = frozenset([storage._cdata for storage in _storages(args[: self.num_saved])])
+        number, storages = self._numbers.get(key, (-MOST, []))
+        return f"of forward {number}" if self._lasts(number, storages) else ""
 
-    def _lasts(self, number: int) -> bool:
-        return self._number - MOST < number <= self._number
+    def _lasts(self, number: int, storages: Sequence[StorageWeakRef]) -> bool:
+        recent = self._number - MOST < number <= self._number
+        return recent and not any(storage.expired() for storage in storages)
 
 
-def _storages(values: Sequence[object]) -> frozenset[int]:
-    """The identities of the storages of plain tensors."""
+def _storages(values: Sequence[object]) -> list[torch.UntypedStorage]:
+    """The storages of plain tensors."""
     plain = [v for v in values if type(v) is torch.Tensor or type(v) is torch.nn.Parameter]
-    return frozenset([tensor.untyped_storage()._cdata for tensor in plain])
+    return [tensor.untyped_storage() for tensor in plain]

@@ -202,7 +202,7 @@ def _communication(
 ) -> Communication | None:
     """The communication of a call; None where one rank has all."""
     in_graph = torch.compiler.is_compiling()  # Note [In our own graphs] in traced.py
-    chosen = DEFAULT if in_graph or options is None else options_from(options)
+    chosen = DEFAULT if in_graph else _options(options)
     if group is None:
         raise InputError("`group` is None: give a process group or a mesh of one dimension")
     if not isinstance(recipe, Recipe | None):
@@ -220,6 +220,23 @@ def _alone(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe | None
 
 
 DEFAULT = Options()
+
+
+def _options(given: Given) -> Options:
+    """The options of a call; a mapping of the same items is read once."""
+    if given is None:
+        return DEFAULT
+    if not isinstance(given, Mapping):
+        return options_from(given)
+    try:
+        return _read(tuple([(name, type(value), value) for name, value in given.items()]))
+    except TypeError:  # a value that cannot be a key is none that an option takes
+        return options_from(given)
+
+
+@functools.lru_cache
+def _read(items: tuple[tuple[str, type, object], ...]) -> Options:
+    return options_from({name: value for name, _, value in items})
 
 
 def _rows_dim(x: Tensor, dim: int) -> int:

@@ -168,9 +168,13 @@ def passes_once(tensors: Matrices, group: Group) -> bool:
 
 def is_part(param: Tensor, group: Group) -> bool:
     """True for a shard that is a part of a matrix; see Note [DTensors]."""
-    if not isinstance(param, DTensor) or local(param).shape == param.shape:
+    if not isinstance(param, DTensor):
         return False
-    return not in_whole_matrices(param, group)
+    cut = any(  # by its placements alone, which all ranks see alike: one may hold all of the rows
+        not placement.is_replicate() and param.device_mesh.size(axis) > 1
+        for axis, placement in enumerate(param.placements)
+    )
+    return cut and not in_whole_matrices(param, group)
 
 
 def in_whole_matrices(param: DTensor, group: Group) -> bool:
