@@ -45,7 +45,7 @@ Key = tuple[str, str]
 T = TypeVar("T")
 
 
-class Backend(Protocol):
+class BackendGroup(Protocol):
     """A backend of torch.distributed, such as `ProcessGroupGloo`, as far as the host uses it."""
 
     def name(self) -> str: ...
@@ -118,7 +118,7 @@ def connect(
     whose: str,
     look: Callable[[], object] = lambda: None,
     ended: Callable[[], Collection[int]] = tuple,
-) -> Backend:
+) -> BackendGroup:
     """A new backend, which all its members make together. `look` raises where one of them has given
     up, `ended` tells whose processes are gone, `whose` is for messages."""
     cls: Any = getattr(c10d, f"ProcessGroup{_CLASSES[name]}")
@@ -161,7 +161,7 @@ def await_ranks(
     return call.result()
 
 
-def cut(backend: Backend) -> None:
+def cut(backend: BackendGroup) -> None:
     """Ends what a gloo backend has under way, on all ranks: an op that is late at once does."""
     if backend.name() == "gloo" and backend.size() > 1:
         word, peer = torch.empty(1, dtype=torch.uint8), (backend.rank() + 1) % backend.size()
@@ -201,7 +201,7 @@ def apart(store: dist.Store, limit_s: float) -> dist.Store:
         return store
 
 
-def end(made: list[Backend], timeout_s: float, whose: str) -> None:
+def end(made: list[BackendGroup], timeout_s: float, whose: str) -> None:
     """Ends what was made, and forgets it (Note [Aborts] in nccl.py), or raises `TeamError`."""
     left = [backend for backend in made if backend.name() == "nccl"]
     if left:
@@ -222,14 +222,14 @@ class Connections:
         self, team: TeamComm, group: weakref.ref[dist.ProcessGroup], store: dist.Store
     ) -> None:
         self._team, self._group, self._store = team, group, store
-        self._kept: dict[Key, Backend] = {}
-        self.made: list[Backend] = []
+        self._kept: dict[Key, BackendGroup] = {}
+        self.made: list[BackendGroup] = []
 
     @property
     def whose(self) -> str:
         return f"team {self._team.name} on rank {self._team.rank}"
 
-    def users(self, device: str) -> Backend | None:
+    def users(self, device: str) -> BackendGroup | None:
         """The backend that the user's group has for a device, if any."""
         group = self._group()
         if group is None:
@@ -255,7 +255,7 @@ class Connections:
 
     def get(
         self, name: str, device: str, on: torch.device | None, where: str, timeout_s: float
-    ) -> Backend:
+    ) -> BackendGroup:
         """The backend; `where` its ranks meet to connect it, NCCL's with their devices `on`."""
         key = (name, device)
         if key not in self._kept:
@@ -286,7 +286,9 @@ class Connections:
     def _mark(self, key: Key) -> str:
         return f"{self._team.key}/{'/'.join(key)}/spent"
 
-    def _connect(self, key: Key, on: torch.device | None, where: str, timeout_s: float) -> Backend:
+    def _connect(
+        self, key: Key, on: torch.device | None, where: str, timeout_s: float
+    ) -> BackendGroup:
         """The user's backend or a new one, once all ranks have it: see the Note above."""
         (name, device), team, board = key, self._team, self._team.board
         topic = f"{team.topic or team.key}/{name}/{device}"

@@ -32,7 +32,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from interlace.comm.backends import Backend, cut
+from interlace.comm.backends import BackendGroup, cut
 from interlace.comm.collectives import Spec, bind_collective
 from interlace.comm.control import (
     ATTENDS,
@@ -97,7 +97,7 @@ class HostsControl(Control):
         hosts: Sequence[str],
         board: Board,
         topic: str,
-        gloo: Callable[[], Backend],
+        gloo: Callable[[], BackendGroup],
         family: Callable[[], Sequence[HostsControl]],
     ) -> None:
         """`board` is this object's own, since it waits for the store for `STORE_S` only. `gloo`
@@ -136,7 +136,7 @@ class HostsControl(Control):
         except RuntimeError as error:  # a connection is closed
             raise self._cause(error) from error
 
-    def _post(self, gloo: Backend, contacts: Contacts) -> None:
+    def _post(self, gloo: BackendGroup, contacts: Contacts) -> None:
         for peer in contacts.targets:
             head = torch.frombuffer(bytearray(self._head()), dtype=torch.uint8)
             sent = self._given.setdefault(peer, deque())

@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
-from interlace.comm.backends import Backend, Connections, apart
+from interlace.comm.backends import BackendGroup, Connections, apart
 from interlace.comm.between_hosts import STORE_S as SHORT_S
 from interlace.comm.between_hosts import HostsControl
 from interlace.comm.control import NBYTES, Control, called_reset
@@ -256,7 +256,7 @@ class TeamComm:
         finally:
             control.attend("")
 
-    def backend(self, name: str | None, device: str, timeout_s: float) -> Backend:
+    def backend(self, name: str | None, device: str, timeout_s: float) -> BackendGroup:
         """The torch backend of that name (or as the group's own) for tensors on `device`; the
         user's NCCL where it has one. The first time, all ranks ask for it together."""
         on = None if self._cuda is None else self._cuda.device

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from interlace.comm.backends import MARGIN_S, Backend, cut
+from interlace.comm.backends import MARGIN_S, BackendGroup, cut
 from interlace.comm.collectives import as_bytes
 from interlace.comm.host.signals import BoundedWait, leave
 from interlace.comm.rendezvous.patience import Errand
@@ -41,7 +41,7 @@ class Transfer:
     """One side of a message."""
 
     def __init__(
-        self, team: TeamComm, peer: int, sends: bool, carrier: Backend | Mailbox, nth: int
+        self, team: TeamComm, peer: int, sends: bool, carrier: BackendGroup | Mailbox, nth: int
     ) -> None:
         self.team, self.peer, self.sends = team, peer, sends
         self.carrier, self._tag = carrier, nth

@@ -55,7 +55,7 @@ def _joined(pieces: Pieces) -> Slice | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class ChunkTransfer:
     """Movement of matrices of `sizes[rank]` rows of `width`, one a rank."""
 
     emitter: Emitter
@@ -85,7 +85,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gather(Transfer):
+class Gather(ChunkTransfer):
     """A gather of the `shard` of each rank."""
 
     shard: View
@@ -280,7 +280,7 @@ class Dispatch(Gather):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scatter(Transfer):
+class Scatter(ChunkTransfer):
     """A reduction of which each rank keeps its rows, in `out`."""
 
     stage: View | None
@@ -412,7 +412,7 @@ def combine(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slabs(Transfer):
+class Slabs(ChunkTransfer):
     """The sum over all ranks of a matrix, in `full`; `sizes` are the rows of all slabs that each
     rank sums, equal multiples of `count`."""
 
