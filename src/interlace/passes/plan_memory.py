@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from interlace.cost.memory import aligned
 from interlace.errors import PassError
-from interlace.ir import Alloc, Free, Program, Remark, View
+from interlace.ir import Alloc, Free, Program, View
 from interlace.ir.operators import matmul_of
 from interlace.ir.overlap import Overlaps
 from interlace.ir.sizes import UNBOUNDED
@@ -31,8 +31,6 @@ from interlace.passes.rewrite import Rewrite, declaring
 from interlace.passes.uses import allocs_of, returned_by, used_by
 
 ARENA = "arena"
-ALIGNMENT = 256
-"""Bytes; enough for any vector load, and for what a matrix multiplication likes best."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +61,7 @@ class PlanMemory:
             rewrite.replace(allocs[name], declaring(program.ops[allocs[name]], buffer))
         for index, freed in plan.frees.items():
             rewrite.after(index, *freed)
-        kept = tuple(r for r in program.remarks if r.pass_name != self.name)
-        planned = program.replace(ops=rewrite.ops(), remarks=kept)
-        return planned.remarked([Remark(self.name, plan.peak())])
+        return program.replace(ops=rewrite.ops())
 
 
 def _localise(program: Program) -> Program:
@@ -192,7 +188,7 @@ class _Plan:
                 least = [min(column) for column in zip(*known, strict=True)]
                 active = [a for a in active if any(n > h for n, h in zip(a[0], least, strict=True))]
             taken = [a[1:] for a in active if not (self.reuse and self._done_before(a[0], name))]
-            size, offset = _aligned(self.sizes[name]), 0
+            size, offset = aligned(self.sizes[name]), 0
             for start, stop in sorted(taken):
                 if offset + size <= start:
                     break
@@ -254,34 +250,3 @@ class _Plan:
                     team = self.buffers[released.buffer].team
                     idle.setdefault(team, []).append(names[released.buffer])
         return names
-
-    def peak(self) -> str:
-        """The bytes that a run takes at most, in words."""
-        ends = [offset + _aligned(self.sizes[name]) for name, offset in self.offsets.items()]
-        arena, alone = (
-            max(ends, default=0),
-            sum(_aligned(self.sizes[name]) for name in self.offsets),
-        )
-        pool: dict[tuple[str | None, str], int] = {}
-        for name, slot in self.slots.items():
-            key = (self.buffers[name].team, slot)
-            pool[key] = max(pool.get(key, 0), self.sizes.get(name, 0))
-        slots = 2 * sum(pool.values())
-        fresh = {n: size for n, size in self.sizes.items() if self.buffers[n].kind == "fresh"}
-        begins = Counter[int]()
-        for name, size in fresh.items():
-            begins[self.uses[name][0]] += size
-        live = peak = 0
-        for index in range(len(self.ops)):
-            live += begins[index]
-            peak = max(peak, live)
-            live -= sum(fresh.get(free.buffer, 0) for free in self.frees.get(index, ()))
-        return (
-            f"peak {arena + slots + peak} bytes: arena {arena} for {len(self.offsets)} buffers "
-            f"({alone} without reuse), {slots} for {len(pool)} symmetric slots of two copies, "
-            f"{peak} fresh at most"
-        )
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
