@@ -171,7 +171,15 @@ def test_of_a_program_without_sites() -> None:
     text = "def f(tp: Team[2], x: f32[4], y: out[f32[8]]):\n    main: all_gather(x, y, team=tp)\n"
     program = parse(f"{text}    main: group(send(x, peer=tp.rank + 1), recv(x, peer=tp.rank - 1))")
     told = interlace.explain(program)
-    assert told == "f: it states no sites; it has 1 all_gather, 1 send, 1 recv"
+    assert told == (
+        "f: it states no sites; it has 1 all_gather, 1 send, 1 recv\n"
+        "  memory: peak 32 bytes at op 0: 32 of outputs"
+    )
+    table = interlace.explain(program, memory=True).splitlines()[-2:]
+    assert [line.split() for line in table] == [
+        ["module", "inputs", "outputs", "temporaries", "slots", "bytes"],
+        ["(no", "module)", "-", "32", "-", "-", "32"],
+    ]
     with pytest.raises(ExecutorError, match="simulate FILE --html"):
         interlace.report(program, "page.html")  # pyright: ignore[reportArgumentType]
 

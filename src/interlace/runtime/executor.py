@@ -29,6 +29,7 @@ from interlace.comm import TeamComm, limit_s, team_of
 from interlace.comm.resets import reset_in_turn
 from interlace.comm.teams import check_alive, check_process, check_size
 from interlace.cost import Timeline
+from interlace.cost.memory import lasting_bytes
 from interlace.errors import ExecutorError, TeamError
 from interlace.ir import Program, validate
 from interlace.ir.program import exchanged_sizes, lasting_sizes
@@ -257,12 +258,22 @@ class Executor:
                 with settled(self.sizes):
                     self._shared, self._backends = self._engine_class.share(request), pairs
                     self._arena = arena_for(plan.program, self.device)
+                    self._assert_bound(plan)
                 self._bind(self.sizes.values)
             except BaseException:
                 self._kept.close()
                 raise
         self._groups.clear()  # so that destroying a group frees what stands on it
         return self
+
+    def _assert_bound(self, plan: Plan) -> None:
+        """The memory that was set aside is what `cost/memory.py` counts from the Program; slots are
+        as large as the rank that needs most of them, and are shared with other Programs."""
+        arena, slots = lasting_bytes(plan.program, self.rank)
+        assert self._arena.nbytes() >= arena, f"an arena of {self._arena.nbytes()} for {arena}"
+        for name, slot in self._shared.slots.items():
+            wanted = slots[plan.takes[name], plan.slot_of(name)]
+            assert slot.nbytes >= wanted, f"a slot of {slot.nbytes} bytes for {wanted}: {name}"
 
     def _team_of(self, name: str, members: Mapping[str, Member]) -> TeamComm:
         """The team of a process group."""
