@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from interlace.ir import Free
 from interlace.runtime import Executor
+from interlace.runtime.values import laid_out
 
 STEP = "interlace step"
 
@@ -23,13 +24,14 @@ def storage_levels(executor: Executor, inputs: list[torch.Tensor]) -> list[int]:
     arena, its slots, and (copies of) the inputs that it is given up and holds still. All ops are on
     one stream; what an operator allocates and frees again is no more there behind its step."""
     engine: Any = executor.engine
-    values, (stream,) = engine.context.values, [engine._first]
+    values, stream = engine.context.values, engine._first
     held = {id(slot): slot.copies[slot.me] for slot in engine.context.resources.slots.values()}
-    lasting = [sum(tensor.nbytes for copies in held.values() for tensor in copies)]
+    _, arena = laid_out(engine.context.plan.buffers)  # of memory that other Programs may share
+    lasting = sum(tensor.nbytes for copies in held.values() for tensor in copies) + arena
 
     def mark() -> None:
         with record_function(STEP):
-            lasting.append(values.arena.nbytes())
+            assert values.arena.nbytes() >= arena
 
     freed = {op.buffer for op in executor.program.ops if isinstance(op, Free)}
     given = [b.name for b in executor.program.params if b.kind == "input"]
@@ -50,7 +52,5 @@ def storage_levels(executor: Executor, inputs: list[torch.Tensor]) -> list[int]:
         if event.name() == "[memory]":
             now += event.nbytes()
         elif event.name() == STEP:
-            levels.append(now)
-    slots, *arenas = lasting
-    assert len(levels) == len(arenas)
-    return [level + slots + arena for level, arena in zip(levels, arenas, strict=True)]
+            levels.append(now + lasting)
+    return levels
