@@ -64,6 +64,7 @@ def compared(seed: int, count: int) -> list[tuple[int, int, str]]:
     rng, found = random.Random(seed), list[tuple[int, int, str]]()
     for _ in range(count):
         program, inputs = drawn(rng)
+        assert dist.group.WORLD is not None
         groups = {team.name: dist.group.WORLD for team in program.teams}
         with Executor(program, groups=groups, options=OPTIONS).prepare() as executor:
             executor.run([tensor.clone() for tensor in inputs])  # now the arena is there
