@@ -176,7 +176,7 @@ def _memory(runs: Sequence[Run]) -> str:
 
 
 MEMORY_SAID = """Counted from the Program, op by op in the order of its list, on the rank that \
-takes most; weights, which stay the caller's, are left out. The tables list what is alive then."""
+takes most; inputs that stay the caller's are left out. The tables list what is alive then."""
 SITES_SAID = """<p class="soft">Serial and predicted are the cost model's, of the site alone. \
 Measured is from the first start of a site's computation and communication to the last end, on its \
 slowest rank; ops of other sites may run between.</p>"""
