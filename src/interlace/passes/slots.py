@@ -127,8 +127,7 @@ class SlotPlan:
 
 
 Known = tuple[int, ...]
-"""Positions that the streams of all ranks are known to have reached: by the rank's distance from this
-one, then by stream."""
+"""Positions that streams are known to have reached: by the distance of their rank, then by stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +240,7 @@ class RankOrder:
         return known[-cut:] + known[:-cut] if cut else known
 
     def ahead(self, index: int, name: str) -> dict[int, Known]:
-        """Knowledge at the ops from `index` to the last that writes a buffer, if nothing is added."""
+        """Knowledge at each op, up to the last that writes a buffer, if nothing is added."""
         tails, pending = [*self.tails], dict(self.pending)
         last = max((a.first for a in self.accesses[name] if a.write), default=index)
         for other in range(index, last + 1):
