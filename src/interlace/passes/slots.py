@@ -127,7 +127,7 @@ class SlotPlan:
 
 
 Known = tuple[int, ...]
-"""Positions that streams are known to have reached: by the distance of their rank, then by stream."""
+"""Positions known to be reached, of each stream of each rank: by its distance, then by stream."""
 
 
 @dataclass(frozen=True, slots=True)
