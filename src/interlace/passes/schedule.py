@@ -29,6 +29,7 @@ from interlace.passes.dependencies import Before, dependencies, followers, symme
 from interlace.passes.fuse import arrivals, groups
 from interlace.passes.insert_sync import clocks, strip_events
 from interlace.passes.rewrite import declaring, tagged
+from interlace.passes.slots import LIVE
 from interlace.passes.uses import allocs_of, puts_of, used_by
 
 WHOLE, LIGHT = 96, 8
@@ -103,6 +104,7 @@ class _Player:
         self.group = {i: group for group in groups(program) for i in group}
         self.declared = self._declared()
         self.kernel: list[int] = []  # what the kernel that was begun has still to do
+        self.slots = _Slots(self)
         self.free = dict.fromkeys(LANES.values(), 0)
 
     def play(self) -> list[Op]:
@@ -127,6 +129,10 @@ class _Player:
             if not choices and self.kernel:
                 self.kernel = []  # it needs something else first: it falls apart
                 choices = self._choices(near)
+            if not choices:  # more symmetric buffers must be in use at once
+                self.slots.limited = False
+                choices = self._choices(near)
+                self.slots.limited = True
             if not choices:
                 break
             start, lane, index = min(choices)
@@ -153,7 +159,8 @@ class _Player:
         first = next((i for i in self.arrivals if not self.placed[i]), -1)
         awaited = {index: when for index, when in near["arrivals"].items() if index == first}
         lanes = {**near, "main": main, "arrivals": awaited}
-        return [self._choose(lane, ready) for lane, ready in lanes.items() if ready]
+        able = {lane: self.slots.able(ready) for lane, ready in lanes.items()}
+        return [self._choose(lane, ready) for lane, ready in able.items() if ready]
 
     def _choose(self, lane: str, ready: dict[int, int]) -> tuple[int, str, int]:
         """When the lane goes on, and with which op; at the same time communication goes first."""
@@ -174,6 +181,7 @@ class _Player:
         for other in sorted(late):
             self.placed[other], self.stream[other] = True, stream
             self.listed.append(other)
+            self.slots.place(other)
 
     def _declared(self) -> dict[int, list[int]]:
         """Allocations of all buffers that a kernel uses, by the kernel's first op."""
@@ -272,6 +280,60 @@ class _Player:
             for index, _ in puts:
                 ranks[index] = first
         return ranks
+
+
+class _Slots:
+    """Symmetric buffers in use while ops are placed: at most `LIVE` of a team at once.
+
+    They are taken in the order in which compute needs them, so that one gathered far ahead keeps
+    none from what comes first.
+    """
+
+    def __init__(self, player: _Player) -> None:
+        self.team = {n: b.team for n, b in symmetric_buffers(player.program).items()}
+        self.uses: dict[int, list[str]] = {}
+        """Symmetric buffers that each op uses; the first of a kernel uses those of all its ops."""
+        self.left = dict.fromkeys(self.team, 0)
+        """Number of uses of each that are still to be placed."""
+        first = dict.fromkeys(self.team, FAR)
+        for index, op in enumerate(player.ops):
+            ordering = op.ordering()
+            if ordering.takes is None and ordering.frees is None:
+                for name in used_by((op,)) & self.team.keys():
+                    first[name] = min(first[name], player.ranks[index])
+                    for user in {index, player.group.get(index, (index,))[0]}:
+                        self.uses.setdefault(user, []).append(name)
+                        self.left[name] += 1
+        self.waiting: dict[str | None, list[str]] = {}
+        """Buffers that no op has used yet, by team, in the order of need."""
+        for name in sorted(self.team, key=lambda name: first[name]):
+            self.waiting.setdefault(self.team[name], []).append(name)
+        self.live = dict.fromkeys(self.waiting, 0)
+        self.limited = True
+        """False lets any op take what it uses: nothing else can go on."""
+
+    def able(self, ready: dict[int, int]) -> dict[int, int]:
+        """The ops whose buffers have a slot, or get the next ones."""
+        return {i: when for i, when in ready.items() if i not in self.uses or self._may(i)}
+
+    def _may(self, index: int) -> bool:
+        for team, waiting in self.waiting.items():
+            wanted = {name for name in self.uses[index] if self.team[name] == team}
+            count = len(wanted.intersection(waiting))
+            if self.limited and count:
+                if not wanted.issuperset(waiting[:count]) or self.live[team] + count > LIVE:
+                    return False
+        return True
+
+    def place(self, index: int) -> None:
+        """Counts what an op takes, and what has its last use in it."""
+        for name in self.uses.get(index, ()):
+            team = self.team[name]
+            if name in self.waiting[team]:
+                self.waiting[team].remove(name)
+                self.live[team] += 1
+            self.left[name] -= 1
+            self.live[team] -= not self.left[name]
 
 
 def _on_main(program: Program) -> tuple[Program, Before | None]:
