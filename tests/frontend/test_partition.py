@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.frontend.models import Block, Function, bits, gradients, local, parallelise_block
+from tests.frontend.models import (
+    Block,
+    Function,
+    bits,
+    gradients,
+    least_memory,
+    local,
+    parallelise_block,
+)
 from tests.support.pool import Pool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -17,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import interlace
 from interlace.cost import Machine, default_machine
+from interlace.errors import OptionError
 from interlace.frontend.binding import Bound
 from interlace.frontend.partition import Partition
 from interlace.ir import Collective, View
@@ -25,13 +34,14 @@ from interlace.options import Options
 BATCH, LENGTH, DIM = 2, 8, 16
 
 
-def saved_numel(forward: Bound) -> int:
-    """Elements of activations that the forward keeps: fresh buffers beyond its one output."""
+def saved_by(forward: Bound) -> int:
+    """Bytes of activations that the forward keeps: fresh buffers beyond its one output."""
     program = forward.program
     buffers = program.buffers()
     names = {arg.buffer for arg in program.returned()[1:] if isinstance(arg, View)}
     return sum(
         prod(size for size in buffers[name].shape if isinstance(size, int))
+        * buffers[name].dtype.itemsize
         for name in names
         if buffers[name].kind == "fresh"
     )
@@ -42,37 +52,47 @@ def gathers(bound: Bound) -> int:
     return sum(isinstance(op, Collective) and op.kind == "all_gather" for op in bound.serial.ops)
 
 
-def policies(checkpointed: bool) -> dict[Any, tuple[int, int, int, dict[str, bytes]]]:
-    """A block under each policy: what is saved, gathers forward and backward, gradients."""
+def policies(checkpointed: bool) -> dict[str, tuple[int, int, int, dict[str, bytes]]]:
+    """A block with memory for all, and with the least that a refusal names: what is saved, gathers
+    forward and backward, gradients."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    found: dict[Any, tuple[int, int, int, dict[str, bytes]]] = {}
-    for regather in (False, True):
+    found: dict[str, tuple[int, int, int, dict[str, bytes]]] = {}
+
+    def compiled_with(memory: Any) -> tuple[Any, Any, torch.Tensor]:
         torch.manual_seed(0)
         block: Any = parallelise_block(Block(DIM, 4, 2 * DIM), mesh)
         x = torch.randn(BATCH, LENGTH // dist.get_world_size(), DIM).requires_grad_()
 
-        def call(x: torch.Tensor, block: Any = block) -> torch.Tensor:
+        def call(x: torch.Tensor) -> torch.Tensor:
             return checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
 
-        options = Options(regather=regather, overlap=False)
-        compiled = interlace.compile(Function(call, block), x, mesh=mesh, options=options)
+        options = Options(memory=memory, overlap=False)
+        fn = Function(call, block)
+        return interlace.compile(fn, x, mesh=mesh, options=options), block, x
+
+    least = least_memory(compiled_with)
+    for name, memory in (("kept", 1 << 40), ("auto", "auto"), ("again", least)):
+        compiled, block, x = compiled_with(memory)
         (compiled(x) ** 2).sum().backward()
         forward, backward = compiled.bound
         grads = {**gradients(block), "x": local(x.grad)}
-        found[regather] = (saved_numel(forward), gathers(forward), gathers(backward), bits(grads))
+        found[name] = (saved_by(forward), gathers(forward), gathers(backward), bits(grads))
         compiled.close()
+    assert found["again"][0] == least, "the refusal named another number"
+    with pytest.raises(OptionError, match=f"option memory={least - 1}: .* give memory={least} "):
+        compiled_with(least - 1)
     return found
 
 
-def test_regather_saves_the_shard(pool: Pool) -> None:
+def test_gathering_again_saves_the_shard(pool: Pool) -> None:
     for found in pool(2).run(policies, False):
-        kept, again = found[False], found[True]
+        kept, again = found["kept"], found["again"]
         # two gathers feed QKV and gate/up; backward gathers them again, beside its own two
         assert kept[1:3] == (2, 2)
         assert again[1:3] == (2, 4)
-        gathered = BATCH * LENGTH * DIM
+        gathered = BATCH * LENGTH * DIM * 4
         assert kept[0] - again[0] >= gathered  # two whole tensors less, two halves more
-        assert kept[3] == again[3], "gathering again changed a gradient"
+        assert kept[3] == again[3] == found["auto"][3], "gathering again changed a gradient"
 
 
 class Gathers(TorchDispatchMode):
@@ -106,7 +126,7 @@ def test_users_checkpoint_goes_first(pool: Pool) -> None:
     """Its block runs again in backward, and issues as many gathers there as in eager."""
     eager = pool(2).run(eager_gathers)[0]
     for found in pool(2).run(policies, True):
-        kept, again = found[False], found[True]
+        kept, again = found["kept"], found["again"]
         assert kept[:3] == again[:3], "the policy changed what the user decided"
         assert kept[3] == again[3]
         assert kept[1:3] == eager == (2, 4), "the user's checkpoint did not recompute the block"
@@ -127,7 +147,11 @@ def memory_that_changes(seed: int) -> None:
     torch.manual_seed(seed + dist.get_rank())
     first, w = torch.randn(4, DIM), torch.randn(DIM, 8)
     found: list[torch.Tensor | None] = []
-    for call in (fn, interlace.compile(Function(fn), options=Options(regather=True))):
+    memory, weight = torch.zeros(4, DIM), w.clone().requires_grad_()
+    least = least_memory(
+        lambda least: interlace.compile(Function(fn), memory, weight, options=Options(memory=least))
+    )
+    for call in (fn, interlace.compile(Function(fn), options=Options(memory=least))):
         memory, weight = first.clone(), w.clone().requires_grad_()
         call(memory, weight).backward()
         found.append(weight.grad)
@@ -156,8 +180,8 @@ def marked_by_auto(bandwidth: float, columns: tuple[int, ...] = (DIM, DIM)) -> i
     marked: list[int] = []
 
     class Counting(Partition):
-        def mark(self, graph: Any) -> Any:
-            found = super().mark(graph)
+        def mark(self, graph: Any, saved: Any) -> Any:
+            found = super().mark(graph, saved)
             marked.append(len(found))
             return found
 
