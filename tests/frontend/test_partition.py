@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from math import prod
 from typing import Any
 
@@ -11,13 +12,17 @@ import torch.distributed as dist
 from tests.frontend.models import (
     Block,
     Function,
+    Model,
     bits,
     gradients,
     least_memory,
     local,
+    parallelise,
     parallelise_block,
+    world_mesh,
 )
 from tests.support.pool import Pool
+from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,10 +31,12 @@ from torch.utils.checkpoint import checkpoint
 import interlace
 from interlace.cost import Machine, default_machine
 from interlace.errors import OptionError
+from interlace.frontend.backend import compiling
 from interlace.frontend.binding import Bound
-from interlace.frontend.partition import Partition
+from interlace.frontend.partition import Partition, saved_bytes
 from interlace.ir import Collective, View
 from interlace.options import Options
+from interlace.torch_private.dynamo import aot_autograd, min_cut_rematerialization_partition
 
 BATCH, LENGTH, DIM = 2, 8, 16
 
@@ -199,6 +206,70 @@ def marked_by_auto(bandwidth: float, columns: tuple[int, ...] = (DIM, DIM)) -> i
     x = torch.randn(4, DIM).requires_grad_()
     aot_function(fn, nothing, nothing, partition_fn=Counting("auto", machine))(x, w)
     return marked[0]
+
+
+def marked_within(budget: int) -> list[str]:
+    """The gathers that are done again within a budget: of `x` its matmul hides that, of `y` not."""
+    import torch.distributed._functional_collectives as funcol
+    from torch._functorch.aot_autograd import aot_function
+
+    group: Any = dist.group.WORLD
+    marked = list[str]()
+
+    class Naming(Partition):
+        def mark(self, graph: Any, saved: Any) -> Any:
+            found = super().mark(graph, saved)
+            marked.extend(str(node.args[0]) for node in found)
+            return found
+
+    def fn(y: torch.Tensor, x: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        one = funcol.all_gather_tensor_autograd(y, 0, group) @ v
+        return one.sum() + (funcol.all_gather_tensor_autograd(x, 0, group) @ w).sum()
+
+    args = [torch.randn(*size).requires_grad_() for size in ((4, DIM), (4, DIM), (DIM, 1))]
+    machine = _with_links(default_machine("cpu"), 5e8)
+    cut = Naming(budget, machine)
+    w = torch.randn(DIM, 16_000).requires_grad_()
+    aot_function(fn, lambda gm, _: gm, lambda gm, _: gm, partition_fn=cut)(*args, w)
+    return marked
+
+
+def test_a_budget_gathers_again_where_that_is_cheapest(pool: Pool) -> None:
+    each = 8 * DIM * 4  # of two ranks
+    budgets = {2 * each: [], 2 * each - 1: ["primals_2"], each: ["primals_2"]}
+    budgets |= {each - 1: ["primals_1", "primals_2"], 0: ["primals_1", "primals_2"]}
+    for budget, names in budgets.items():
+        assert pool(2).run(marked_within, budget) == [names] * 2
+
+
+def saved_by_auto(layers: int, bandwidth: float) -> tuple[int, int]:
+    """Bytes that `auto` saves in a model of so many blocks, and those that torch would."""
+    found = list[tuple[int, int]]()
+
+    class Compared(Partition):
+        def __call__(self, joint: fx.GraphModule, joint_inputs: object, **given: Any) -> Any:
+            probe = fx.GraphModule(joint, copy.deepcopy(joint.graph))
+            theirs, _ = min_cut_rematerialization_partition(probe, joint_inputs, **given)
+            cut = super().__call__(joint, joint_inputs, **given)
+            count = given["num_fwd_outputs"]
+            found.append((saved_bytes(cut[0].graph, count), saved_bytes(theirs.graph, count)))
+            return cut
+
+    partition: Any = Compared(machine=_with_links(default_machine("cuda"), bandwidth))
+    model = parallelise(Model(layers), world_mesh())
+    compilers: dict[str, Any] = dict.fromkeys(("fw_compiler", "bw_compiler"), lambda gm, _: gm)
+    with compiling():
+        call = torch.compile(model, backend=aot_autograd(**compilers, partition_fn=partition))
+        call(torch.randint(32, (2, 8))).sum().backward()
+    return found[0]
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_auto_saves_no_more_than_torch(pool: Pool, layers: int) -> None:
+    for ours, theirs in pool(2).run(saved_by_auto, layers, 1e15):
+        assert ours < theirs, "gathers that matmuls hide are done again"
+    for ours, theirs in pool(2).run(saved_by_auto, layers, 1.0):
+        assert ours <= theirs
 
 
 def _with_links(machine: Machine, bandwidth: float) -> Machine:

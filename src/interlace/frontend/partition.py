@@ -128,20 +128,25 @@ class Partition:
         a budget it is done again only if all ranks want it.
         """
         sites, budget = gather_sites(graph), self.memory != "auto"
-        again, least = self._fewest(sites, saved) if budget else (self._hidden(sites), 0)
-        fits = self.memory == "auto" or least <= self.memory
-        agreed = fits
+        if self.memory == "auto":
+            again, least, fits = self._hidden(sites), 0, True
+        else:
+            again, least = self._fewest(sites, self.memory, saved)
+            fits = least <= self.memory
+        agreed = True
         if sites:  # also where the option of this rank says what to do
             places = [location(site.gather).module for site in sites]
             groups = [group_of(site.gather) for site in sites]
             wishes = [(of, want != budget) for of, want in zip(groups, again, strict=True)]
             wishes += [(of, fits) for of in dict.fromkeys(groups)]
-            answers = self.places.decided(
-                graph, lambda: consent_of_ranks(places, wishes, self.timeout_s)
-            )
-            again = [answer != budget for answer in answers[: len(sites)]]
-            agreed = all(answers[len(sites) :])
-        if not agreed:
+
+            def ask() -> list[bool]:
+                answers = consent_of_ranks(places, wishes, self.timeout_s)
+                count = len(sites)
+                return [*(answer != budget for answer in answers[:count]), all(answers[count:])]
+
+            *again, agreed = self.places.decided(graph, ask)
+        if not (fits and agreed):
             why = f"forward saves {least} bytes for backward, if that gathers all that it can again"
             fix = f"give memory={least} or more, or memory='auto'"
             if fits:
@@ -158,9 +163,10 @@ class Partition:
         ]
 
     def _fewest(
-        self, sites: Sequence[GatherSite], saved: Callable[[Sequence[bool]], int]
+        self, sites: Sequence[GatherSite], budget: int, saved: Callable[[Sequence[bool]], int]
     ) -> tuple[list[bool], int]:
-        """The gathers to do again for the budget, cheapest first, and the bytes saved with all."""
+        """The gathers to do again, cheapest first, until no more than `budget` bytes are saved; the
+        bytes saved with all of them, where fewer do not suffice."""
 
         def price(index: int) -> tuple[float, int]:
             site = sites[index]
@@ -173,7 +179,7 @@ class Partition:
             return [index in order[:count] for index in range(len(sites))]
 
         count = bisect_left(
-            range(len(sites)), True, key=lambda count: saved(first(count)) <= self.memory
+            range(len(sites)), True, key=lambda count: saved(first(count)) <= budget
         )
         return (first(count), 0) if count < len(sites) else (every, saved(every))
 
