@@ -83,11 +83,11 @@ class Options:
             (`auto`).
         memory: most bytes that a compiled graph saves on each rank for backward, or `auto`.
             Gathered rows are kept, or their shard alone is and backward gathers them again: with
-            `auto` where matmuls hide that, which never saves more than Inductor would; within a
-            budget as seldom as it allows, first where that takes the least predicted time. A budget
-            that cannot be met is refused with the number that can. Sizes that change count as they
-            were when the graph was traced. If the caller modifies the saved tensor before backward,
-            backward raises an error.
+            `auto` where matmuls hide that and the shard is no larger than what it replaces; within
+            a budget as seldom as it allows, first where that takes the least predicted time. A
+            budget that cannot be met is refused with the number that can. Sizes that change count
+            as they were when the graph was traced. If the caller modifies the saved
+            tensor before backward, backward raises an error.
         transport: what moves bytes, where a strategy leaves a choice: `gloo`, `nccl`, `ucc` or
             `peer`; `auto` takes the backend of the process group.
         graph: capture the Program in CUDA graphs and replay them.
