@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.frontend.models import least_memory
 from tests.support.pool import Pool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -88,10 +89,16 @@ def broken_or_regathered() -> tuple[str, str, str]:
     """What is told of a model with a graph break, of one that gathers again, and of layers."""
     torch.compiler.reset()
     x, told = torch.randn(8, 32), list[str]()
+
+    def called(model: nn.Module, options: dict[str, Any]) -> None:
+        torch.compiler.reset()
+        model.compile(backend="interlace", options=options)
+        model(x).sum().backward()
+
+    least = least_memory(lambda memory: called(parallel(Mlp()), {"memory": memory}))
     for broken in (True, False):
         model = parallel(Mlp(broken))
-        model.compile(backend="interlace", options={"regather": True})
-        model(x).sum().backward()
+        called(model, {} if broken else {"memory": least})
         told.append(interlace.explain(nn.ModuleList([model]), why=True))
     layers = nn.Sequential(*[parallel(Mlp()) for _ in range(2)])
     for layer in layers:

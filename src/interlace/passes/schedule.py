@@ -43,8 +43,9 @@ class Schedule:
     """Orders the ops and puts them on streams."""
 
     name: ClassVar[str] = "schedule"
-    window: int = 64
-    """Number of ops by which compute may move forward or back: this bounds its memory cost."""
+    window: int = 6
+    """Number of whole matmuls by which compute may be late, and communication early: this bounds
+    the memory that waits for either."""
 
     def run(self, program: Program) -> Program:
         """The same ops, reordered and on streams; events are left to `insert_sync`."""
@@ -83,7 +84,7 @@ class _Player:
     """Plays a Program on lanes, and lists its ops as they start."""
 
     def __init__(self, program: Program, window: int) -> None:
-        self.program, self.ops, self.window = program, program.ops, window
+        self.program, self.ops, self.window = program, program.ops, window * WHOLE
         symmetric = symmetric_buffers(program)
         self.roles = [role(op, symmetric) for op in self.ops]
         self.arrivals = arrivals(program)
@@ -110,7 +111,7 @@ class _Player:
     def play(self) -> list[Op]:
         """The ops in their new order."""
         compute = [i for i, role in enumerate(self.roles) if role == "compute"]
-        oldest = 0
+        oldest = widened = 0
         distant: dict[str, list[tuple[int, int]]] = {lane: [] for lane in self.free}
         near: dict[str, dict[int, int]] = {lane: {} for lane in self.free}  # op: its data is there
         woken = [i for i, count in enumerate(self.missing) if count == 0]
@@ -120,7 +121,9 @@ class _Player:
                 heapq.heappush(distant[lane], (self.ranks[index], index))
             while oldest < len(compute) and self.placed[compute[oldest]]:
                 oldest += 1
-            horizon = oldest + self.window if oldest < len(compute) else 2 * FAR
+            horizon = 2 * FAR
+            if oldest < len(compute):
+                horizon = self.ranks[compute[oldest]] + self.window + widened
             for lane, heap in distant.items():
                 while heap and (heap[0][0] < horizon or heap[0][0] == FAR):
                     index = heapq.heappop(heap)[1]
@@ -134,7 +137,11 @@ class _Player:
                 choices = self._choices(near)
                 self.slots.limited = True
             if not choices:
-                break
+                if not any(distant.values()):
+                    break
+                woken, widened = [], widened + WHOLE  # arrivals keep an order of their own
+                continue
+            widened = 0
             start, lane, index = min(choices)
             del near[lane][index]
             self._place(index, lane)
@@ -258,13 +265,14 @@ class _Player:
         return depths
 
     def _ranks(self) -> list[int]:
-        """Compute has its place among compute; the others that of the first compute they serve."""
+        """The weight of all compute before an op of compute; the others have the rank of the first
+        compute that they serve."""
         ranks = [FAR] * len(self.ops)
-        count = self.roles.count("compute")
+        rank = sum(w for w, role in zip(self.weights, self.roles, strict=True) if role == "compute")
         for index in reversed(range(len(self.ops))):
             if self.roles[index] == "compute":
-                count -= 1
-                ranks[index] = count
+                rank -= self.weights[index]
+                ranks[index] = rank
             else:
                 ranks[index] = min((ranks[other] for other in self.after[index]), default=FAR)
         # Pieces travel in the order in which they are made: the parts of a kernel record none, and
