@@ -72,7 +72,8 @@ def test_ways_train_alike_and_rows_tell_what_overlap_gains(
 
 def checked() -> str | None:
     """The problem of `layers` that have forgotten to sum the gradients of norms."""
-    settings = TransformerSettings(model="tiny", sequence=32, batch=2, dtype="f32")
+    given: Any = {"model": "tiny", "sequence": 32, "batch": 2, "dtype": "f32"}
+    settings = TransformerSettings(**given, strategy="serial")
     trained = LayerVariants(settings, here(CPU))
     trained._sum = lambda copied: None  # type: ignore[method-assign]
     racer = prepare(trained.ranks, trained.variant("layers"))
