@@ -57,6 +57,7 @@ TORCH = ("torch", "torch.distributed")
 LOADED = (
     *TORCH,
     *("torch.distributed.tensor.parallel", "interlace.frontend", "interlace.runtime.host.engine"),
+    *("pytest", "interlace.nn", "interlace.optim", "interlace.tensor_parallel"),
     # what the first compiled call imports
     *("functorch.compile", "torch._inductor.debug", "torch._inductor.pattern_matcher"),
 )
