@@ -46,7 +46,7 @@ ALL_WAYS = ("eager", "compile", "layers", "layers-fp8", "compile-fp8", "async-tp
 def raced(ways: tuple[str, ...]) -> Any:
     """The report of a run of tiny layers, and the rows that were told meanwhile."""
     given: Any = {"model": "tiny", "sequence": 32, "dtype": "f32", "seconds": 0.5}
-    settings = TransformerSettings(**given, only=",".join(ways))
+    settings = TransformerSettings(**given, strategy="peer", only=",".join(ways))
     events: list[dict[str, Any]] = []
     report = work(settings, here(CPU), events.append)
     return report, [row for event in events if event["event"] == "rows" for row in event["rows"]]
