@@ -59,7 +59,8 @@ def dependencies(program: Program, listed: bool = True, touched: Touched | None 
     the accesses of the ops, where the caller has them.
     """
     edges: Edges = [set() for _ in program.ops]
-    overlaps, touched = Overlaps(program), touched or touched_by(program)
+    touched = touched or touched_by(program)
+    overlaps = Overlaps(program, touched)
     _data_edges(program, overlaps, touched, edges)
     _storage_edges(overlaps, touched, edges)
     order: Edges = edges if listed else [set() for _ in program.ops]  # in the list alone
