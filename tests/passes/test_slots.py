@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import cast
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def _run(seed: int) -> list[int]:
     ):
         for number in range(4):
             # whole numbers, so that the order of sums does not matter
-            shapes = [[b.shape[0], b.shape[1]] for b in serial.params]
+            shapes = cast("list[tuple[int, int]]", [buffer.shape for buffer in serial.params])
             inputs = [torch.randint(-1, 2, shape, generator=random).float() for shape in shapes]
             for weight in (1, 2):
                 turned = torch.randperm(shapes[weight][0], generator=random)
