@@ -180,7 +180,8 @@ def explained(lengths: list[int], own: bool) -> str:
 
 def test_programs_say_for_which_lengths_they_are(pool: Pool) -> None:
     for text in pool(2).run(explained, [20, 24, 40], False, timeout_s=120):
-        first, second = re.findall(r" where (.*)", text)  # 20 and 24 are of one class
+        heads = [line for line in text.splitlines() if "memory" not in line]
+        first, second = re.findall(r" where (.*)", "\n".join(heads))  # 20 and 24 are of one class
         assert "<= 31" in first
         assert "<= 63" in second
     for text in pool(2).run(explained, [20, 24], True, timeout_s=120):
