@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from interlace.ir import Free
 from interlace.runtime import Executor
-from interlace.runtime.values import laid_out
+from interlace.runtime.values import laid_out, nbytes
 
 STEP = "interlace step"
 
@@ -25,9 +25,14 @@ def storage_levels(executor: Executor, inputs: list[torch.Tensor]) -> list[int]:
     one stream; what an operator allocates and frees again is no more there behind its step."""
     engine: Any = executor.engine
     values, stream = engine.context.values, engine._first
-    held = {id(slot): slot.copies[slot.me] for slot in engine.context.resources.slots.values()}
+    slots = dict[int, int]()  # other Programs may have larger buffers in them
+    for name, slot in engine.context.resources.slots.items():
+        buffer = engine.context.plan.buffers[name]
+        size = buffer.offset + nbytes(buffer)
+        assert all(copy.nbytes >= size for copy in slot.copies[slot.me])
+        slots[id(slot)] = max(slots.get(id(slot), 0), len(slot.copies[slot.me]) * size)
     _, arena = laid_out(engine.context.plan.buffers)  # of memory that other Programs may share
-    lasting = sum(tensor.nbytes for copies in held.values() for tensor in copies) + arena
+    lasting = sum(slots.values()) + arena
 
     def mark() -> None:
         with record_function(STEP):
