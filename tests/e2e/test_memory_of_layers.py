@@ -14,7 +14,7 @@ from tests.frontend.models import Model, parallelise, world_mesh
 from tests.support.pool import Pool
 from torch._inductor.compile_fx import compile_fx
 
-from interlace.cost.memory import ALIGNMENT, Memory, rank_memory
+from interlace.cost.memory import ALIGNMENT, RunMemory, rank_memory
 from interlace.frontend.explain import graphs_of
 
 FEW, MANY = 2, 6
@@ -54,7 +54,7 @@ def train(step: Any) -> None:
     step(torch.randint(32, (2, 8))).float().square().mean().backward()
 
 
-def counted(layers: int) -> dict[str, Memory]:
+def counted(layers: int) -> dict[str, RunMemory]:
     """The memory of so many layers, forward and backward, on this rank."""
     step = torch.compile(layers_of(layers), backend="interlace", options={"strategy": "peer"})
     train(step)
@@ -62,12 +62,12 @@ def counted(layers: int) -> dict[str, Memory]:
     return {each.kind: rank_memory(each.program, dist.get_rank()) for each in bound}
 
 
-def lasting(memory: Memory, kind: str) -> list[int]:
+def lasting(memory: RunMemory, kind: str) -> list[int]:
     """Bytes of the arena, or of each slot."""
     return [b.nbytes for b in memory.blocks if b.kind == kind and b.name in memory.parts]
 
 
-def growth(few: Memory, many: Memory, kind: str) -> int:
+def growth(few: RunMemory, many: RunMemory, kind: str) -> int:
     """Bytes of a kind that a run of more layers holds more, where it holds most of them."""
     return max(many.levels[kind]) - max(few.levels[kind])
 

@@ -22,7 +22,7 @@ from interlace.commands.output import UNSOUND, command, print_json, say
 from interlace.errors import InputError, ProgramError
 
 if TYPE_CHECKING:
-    from interlace.cost.memory import Memory
+    from interlace.cost.memory import RunMemory
     from interlace.ir import Program
     from interlace.verify import Finding, Report
 
@@ -88,7 +88,7 @@ def check(
     _tell(report, json, memory)
 
 
-def _tell(report: Report, json: bool, memory: Memory | None = None) -> None:
+def _tell(report: Report, json: bool, memory: RunMemory | None = None) -> None:
     """Prints a report, with the memory of a run, and ends with the code of its verdict."""
     if json:
         more = {} if memory is None else {"memory": memory.to_json()}

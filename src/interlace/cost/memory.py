@@ -46,7 +46,7 @@ NO_MODULE, IDLE = "(no module)", "(not in use then)"
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class MemoryBlock:
     """Memory that a run holds from op `begin` on, and no longer at op `end`."""
 
     name: str
@@ -60,13 +60,15 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Memory:
+class RunMemory:
     """Blocks that a run of one rank holds."""
 
     program: Program
     rank: int
-    blocks: tuple[Block, ...]
-    parts: Mapping[str, tuple[Block, ...]] = field(default_factory=dict[str, tuple[Block, ...]])
+    blocks: tuple[MemoryBlock, ...]
+    parts: Mapping[str, tuple[MemoryBlock, ...]] = field(
+        default_factory=dict[str, tuple[MemoryBlock, ...]]
+    )
     """Buffers inside of the arena and of each slot, by the name of that block."""
     sizes: str = ""
     """The values of named sizes that it is for; empty: the largest of the class."""
@@ -78,7 +80,7 @@ class Memory:
         """Bytes of each kind during each op."""
         return {kind: self._level(b for b in self.blocks if b.kind == kind) for kind in KINDS}
 
-    def _level(self, blocks: Iterable[Block]) -> list[int]:
+    def _level(self, blocks: Iterable[MemoryBlock]) -> list[int]:
         num = len(self.program.ops) or 1
         changes = [0] * (num + 1)
         for block in blocks:
@@ -123,7 +125,7 @@ class Memory:
             _add(found, rest, block.kind, left)
         return dict(sorted(found.items(), key=lambda item: -sum(item[1].values())))
 
-    def _held(self, blocks: Iterable[Block]) -> Iterator[Block]:
+    def _held(self, blocks: Iterable[MemoryBlock]) -> Iterator[MemoryBlock]:
         index = self.peak_op
         return (block for block in blocks if block.begin <= index < block.end and block.nbytes)
 
@@ -195,7 +197,7 @@ def run_memory(
     programs: Program | Sequence[Program],
     sizes: SizeClass | None = None,
     values: Mapping[str, int] | None = None,
-) -> Memory:
+) -> RunMemory:
     """The memory of a run on the rank that takes most.
 
     Named sizes are the largest of their class, or of the part `sizes` of it that runs; with
@@ -220,7 +222,7 @@ def rank_memory(
     rank: int,
     sizes: SizeClass | None = None,
     values: Mapping[str, int] | None = None,
-) -> Memory:
+) -> RunMemory:
     """The memory of a run on one rank; arguments are those of `run_memory`."""
     if values is None:
         told = ""
@@ -229,7 +231,7 @@ def rank_memory(
         told = ", ".join(f"{name} = {values[name]}" for name in program.sizes.values)
     with _sized(program, sizes):
         counted = _Counted(program, program.where(rank), values)
-        return Memory(program, rank, tuple(counted.blocks()), counted.parts, told)
+        return RunMemory(program, rank, tuple(counted.blocks()), counted.parts, told)
 
 
 def lasting_bytes(program: Program, rank: int) -> tuple[int, dict[tuple[str, str], int]]:
@@ -301,11 +303,11 @@ class _Counted:
         } | self._frees
         """The op from which on each buffer that a run lets go of is no longer held."""
         self._arena, self._slots = _storages(program, where)
-        self.parts: dict[str, tuple[Block, ...]] = {}
+        self.parts: dict[str, tuple[MemoryBlock, ...]] = {}
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[MemoryBlock]:
         """The blocks; of the arena and of slots also the `parts`."""
-        parts: dict[str, list[Block]] = {}
+        parts: dict[str, list[MemoryBlock]] = {}
         begins = itertools.accumulate(map(aligned, self._arena.values()), initial=0)
         *starts, total = begins
         starts = dict(zip(self._arena, starts, strict=True))
@@ -326,9 +328,9 @@ class _Counted:
                 yield self._block(buffer, kind, begin, self._leaves.get(buffer.name, self.num_ops))
         self.parts |= {name: tuple(listed) for name, listed in parts.items()}
         if total:
-            yield Block("arena", "temporaries", total, 0, self.num_ops)
+            yield MemoryBlock("arena", "temporaries", total, 0, self.num_ops)
         for (team, name), nbytes in self._slots.items():
-            yield Block(f"{team}.{name}", "slots", COPIES * nbytes, 0, self.num_ops)
+            yield MemoryBlock(f"{team}.{name}", "slots", COPIES * nbytes, 0, self.num_ops)
 
     def _kind(self, buffer: Buffer) -> str | None:
         """The kind of memory that a run adds with a buffer; None of what stays the caller's."""
@@ -340,9 +342,11 @@ class _Counted:
             return "outputs"
         return "temporaries"
 
-    def _block(self, buffer: Buffer, kind: str, begin: int, end: int, start: int = 0) -> Block:
+    def _block(
+        self, buffer: Buffer, kind: str, begin: int, end: int, start: int = 0
+    ) -> MemoryBlock:
         span = _span(buffer, self._where)
         lasting = buffer.kind in ("local", "symmetric")
         nbytes = greatest(span) if lasting or self._values is None else at(span, self._values)
         module = self._modules.get(buffer.name, "")
-        return Block(buffer.name, kind, nbytes, begin, end, module, start)
+        return MemoryBlock(buffer.name, kind, nbytes, begin, end, module, start)

@@ -32,7 +32,7 @@ from torch import nn
 
 from interlace.cost import Timeline, simulate
 from interlace.cost.choose import Estimate
-from interlace.cost.memory import HEADINGS, Memory, run_memory
+from interlace.cost.memory import HEADINGS, RunMemory, run_memory
 from interlace.errors import ExecutorError
 from interlace.frontend.backend import backend
 from interlace.frontend.binding import Bound
@@ -193,7 +193,7 @@ def explain_program(program: Program, why: bool = False, memory: bool = False) -
     return "\n".join([head, *_sites(program, why), *lines])
 
 
-def _memory(taken: Memory, table: bool) -> list[str]:
+def _memory(taken: RunMemory, table: bool) -> list[str]:
     """The memory that a run takes at most, and (`table`) what is alive then, by module."""
     rows = _columns([HEADINGS, *taken.rows()]) if table else []
     return [f"  memory: {taken.line()}", *(f"     {row}" for row in rows)]

@@ -62,7 +62,7 @@ GATHER_REGION = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class GatherSite:
+class SavedGather:
     """A gather of forward whose result backward needs, with the nodes that only move the result."""
 
     gather: fx.Node
@@ -154,7 +154,7 @@ class Partition:
             raise OptionError(f"option memory={self.memory}: {why}. fix: {fix}")
         return _mark(sites, again)
 
-    def _hidden(self, sites: Sequence[GatherSite]) -> list[bool]:
+    def _hidden(self, sites: Sequence[SavedGather]) -> list[bool]:
         if self.machine is None:
             return [False] * len(sites)
         return [
@@ -163,7 +163,7 @@ class Partition:
         ]
 
     def _fewest(
-        self, sites: Sequence[GatherSite], budget: int, saved: Callable[[Sequence[bool]], int]
+        self, sites: Sequence[SavedGather], budget: int, saved: Callable[[Sequence[bool]], int]
     ) -> tuple[list[bool], int]:
         """The gathers to do again, cheapest first, until no more than `budget` bytes are saved; the
         bytes saved with all of them, where fewer do not suffice."""
@@ -184,15 +184,15 @@ class Partition:
         return (first(count), 0) if count < len(sites) else (every, saved(every))
 
 
-def gather_sites(graph: fx.Graph) -> list[GatherSite]:
+def gather_sites(graph: fx.Graph) -> list[SavedGather]:
     """The gathers that policy decides on: those that the user left unmarked."""
-    sites: list[GatherSite] = []
+    sites: list[SavedGather] = []
     for node in graph.nodes:
         if str(node.target) in GATHERS and _forward(node) and "recompute" not in node.meta:
             moved = _moved(node)
             needed = any(not _forward(user) for each in (node, *moved) for user in each.users)
             if needed and not any("recompute" in other.meta for other in moved):
-                sites.append(GatherSite(node, tuple(moved)))
+                sites.append(SavedGather(node, tuple(moved)))
     return sites
 
 
@@ -204,7 +204,7 @@ def saved_bytes(forward: fx.Graph, num_fwd_outputs: int) -> int:
     return sum(_nbytes(node) for node in storages if node.op == "call_function")
 
 
-def _mark(sites: Sequence[GatherSite], again: Sequence[bool]) -> list[fx.Node]:
+def _mark(sites: Sequence[SavedGather], again: Sequence[bool]) -> list[fx.Node]:
     """Has backward do some of the gathers again; gives these."""
     marked = [site for site, wish in zip(sites, again, strict=True) if wish]
     for site in marked:

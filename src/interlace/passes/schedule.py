@@ -133,9 +133,7 @@ class _Player:
                 self.kernel = []  # it needs something else first: it falls apart
                 choices = self._choices(near)
             if not choices:  # more symmetric buffers must be in use at once
-                self.slots.limited = False
-                choices = self._choices(near)
-                self.slots.limited = True
+                choices = self._choices(near, limited=False)
             if not choices:
                 if not any(distant.values()):
                     break
@@ -157,16 +155,18 @@ class _Player:
                 self._place(index, "main")
         return [_on(self.ops[index], self.stream[index]) for index in self.listed]
 
-    def _choices(self, near: dict[str, dict[int, int]]) -> list[tuple[int, str, int]]:
+    def _choices(
+        self, near: dict[str, dict[int, int]], limited: bool = True
+    ) -> list[tuple[int, str, int]]:
         """Start, lane and next op of each lane that has one ready; a begun kernel goes on with its
-        own ops, and arrivals keep their order."""
+        own ops, and arrivals keep their order. `limited`: at most `LIVE` symmetric buffers."""
         main = near["main"]
         if self.kernel:
             main = {index: main[index] for index in self.kernel[:1] if index in main}
         first = next((i for i in self.arrivals if not self.placed[i]), -1)
         awaited = {index: when for index, when in near["arrivals"].items() if index == first}
         lanes = {**near, "main": main, "arrivals": awaited}
-        able = {lane: self.slots.able(ready) for lane, ready in lanes.items()}
+        able = {lane: self.slots.able(ready, limited) for lane, ready in lanes.items()}
         return [self._choose(lane, ready) for lane, ready in able.items() if ready]
 
     def _choose(self, lane: str, ready: dict[int, int]) -> tuple[int, str, int]:
@@ -317,18 +317,18 @@ class _Slots:
         for name in sorted(self.team, key=lambda name: first[name]):
             self.waiting.setdefault(self.team[name], []).append(name)
         self.live = dict.fromkeys(self.waiting, 0)
-        self.limited = True
-        """False lets any op take what it uses: nothing else can go on."""
 
-    def able(self, ready: dict[int, int]) -> dict[int, int]:
-        """The ops whose buffers have a slot, or get the next ones."""
+    def able(self, ready: dict[int, int], limited: bool) -> dict[int, int]:
+        """The ops whose buffers have a slot, or get the next ones; all ops if not `limited`."""
+        if not limited:
+            return ready
         return {i: when for i, when in ready.items() if i not in self.uses or self._may(i)}
 
     def _may(self, index: int) -> bool:
         for team, waiting in self.waiting.items():
             wanted = {name for name in self.uses[index] if self.team[name] == team}
             count = len(wanted.intersection(waiting))
-            if self.limited and count:
+            if count:
                 if not wanted.issuperset(waiting[:count]) or self.live[team] + count > LIVE:
                     return False
         return True

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 
-from interlace.cost.memory import IN_WORDS, KINDS, Memory, run_memory
+from interlace.cost.memory import IN_WORDS, KINDS, RunMemory, run_memory
 from interlace.cost.op_times import op_name
 from interlace.trace.tracks import Run
 
@@ -25,7 +25,7 @@ STACKED = ("slots", "temporaries", "outputs", "inputs")
 """The kinds from the ground up: what stays as it is lies below what changes."""
 
 
-def memory_figures(runs: Sequence[Run]) -> Iterator[tuple[str, Memory, str]]:
+def memory_figures(runs: Sequence[Run]) -> Iterator[tuple[str, RunMemory, str]]:
     """The name, the memory and the picture of each run that has a Program."""
     for run in runs:
         if run.programs:
@@ -39,7 +39,7 @@ def human(nbytes: float) -> str:
     return f"{nbytes / 1000**power:.3g} {('bytes', 'kB', 'MB', 'GB')[power]}"
 
 
-def _columns(memory: Memory) -> list[int]:
+def _columns(memory: RunMemory) -> list[int]:
     """The op that each column shows."""
     totals = memory.totals
     num = min(len(totals), COLUMNS)
@@ -48,7 +48,7 @@ def _columns(memory: Memory) -> list[int]:
     return [max(ops, key=lambda op: (totals[op], op == memory.peak_op)) for ops in found]
 
 
-def _picture(memory: Memory) -> str:
+def _picture(memory: RunMemory) -> str:
     peak, shown = max(memory.peak, 1), _columns(memory)
     step, ground = (WIDE - LEFT) / len(shown), HIGH - BELOW
 
@@ -91,7 +91,7 @@ def _edge(
         yield LEFT + (column + 1) * step, height(level)
 
 
-def _said(memory: Memory, index: int) -> str:
+def _said(memory: RunMemory, index: int) -> str:
     """Text of a column: its op, and what is alive during it."""
     ops = memory.program.ops
     name = f"{op_name(ops[index])} {ops[index].loc.module}".strip() if ops else ""
