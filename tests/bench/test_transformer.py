@@ -68,6 +68,7 @@ def test_ways_train_alike_and_rows_tell_what_overlap_gains(
         assert math.isnan(row["speedup"]), "Inductor did not run"
         assert math.isnan(row["exposed_ms"]), "nor did the ideal"
         assert row["commit"]
+        assert math.isfinite(row["peak_bytes"] + row["rest_bytes"]), "of this process"
 
 
 def checked() -> str | None:

@@ -70,6 +70,7 @@ from interlace_bench.sites import DTYPES
 
 STAGES = ("forward", "backward", "step")
 NUM_INPUTS = 3
+MEMORY = ("peak_bytes", "torch_peak_bytes", "rest_bytes")
 LIMIT = 8.0
 """Largest deviation of a loss or gradient, by root mean square, in roundings (`finfo.eps`) of the
 dtype: each passes some ten roundings on its way through a layer, of which sums cancel most."""
@@ -135,14 +136,14 @@ def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> Report | No
         [trained.variant(name) for name in settings.names],
         lambda ready: race(ranks, ready, settings.seconds),
         tell,
-        measure=trained.measure if ranks.cuda else None,
+        measure=trained.measure,
     )
     times = {
         name: slowest(ranks, Stages() if racer.problem else trained.laps[name].medians())
         for name, racer in racers.items()
     }
     common = {"how": "measured", "world": ranks.size, **facts(ranks.device.type, settings.commit)}
-    figures = ("median_us", "p90_us", "host_us", "peak_bytes", "off", "rounds", "sm_mhz", "error")
+    figures = ("median_us", "p90_us", "host_us", *MEMORY, "off", "rounds", "sm_mhz", "error")
     known = zip(rows_of(settings, ranks.size, times), racers.values(), strict=True)
     rows: list[Row] = [{**row, **racer.columns(*figures), **common} for row, racer in known]
     tell({"event": "rows", "rows": rows})
@@ -249,6 +250,13 @@ def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return optimizer
 
 
+def allocated(ranks: Ranks, peak: bool = False) -> float:
+    """Bytes of tensors on the GPU, now or at most; NaN on a CPU, where torch counts none."""
+    if not ranks.cuda:
+        return math.nan
+    return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
+
+
 def limit(way: str) -> float:
     """Largest deviation that a variant may have."""
     return FLOAT8_LIMIT if way in FLOAT8_LAYERS else LIMIT
@@ -273,14 +281,15 @@ class LayerVariants:
         self.sets = self._inputs(dtype)
         """The input and the target of a step."""
         self._known = self._eager.results(*self.sets[0])
-        self._before = math.nan
+        self._before = self._allocated = math.nan
 
     def variant(self, name: str) -> Variant:
         """A way to train, which is right where loss and gradients are eager's."""
         laps = self.laps[name]
 
         def opened() -> Opened:
-            self._before = held(self.ranks) if self.ranks.cuda else math.nan
+            self._before = held(self.ranks)
+            self._allocated = allocated(self.ranks)
             training = self._training(name)
             training.results(*self.sets[0])  # compiles
             known, units = self._float8() if name in FLOAT8_LAYERS else (self._known, None)
@@ -298,9 +307,12 @@ class LayerVariants:
         return Variant(name, opened, sets=self.sets, limit=limit(name))
 
     def measure(self, racer: Racer) -> None:
-        """Most bytes that opening and a step take beyond weights and moments."""
+        """Most bytes that opening and a step take beyond weights and moments: of the device, and of
+        torch's allocator, which sees neither slots nor what graphs keep; what stays at rest."""
         most = peak(self.ranks, lambda: racer.run(*self.sets[0]))
         racer.figures["peak_bytes"] = most - self._before
+        racer.figures["torch_peak_bytes"] = allocated(self.ranks, peak=True) - self._allocated
+        racer.figures["rest_bytes"] = held(self.ranks) - self._before
 
     def _training(self, name: str) -> Training:
         eager, options = self._eager, ours(self.settings)
