@@ -71,14 +71,11 @@ class Arena:
     ) -> None:
         """Gives a run its memory: Note [Who has the arena]. `follows` tells of the last run on
         another stream whether the run comes after it."""
-        storage = values.arena
         if self._user.setdefault("run", values) is values:
             last = self.last
             if last is None or last[0] == stream or (follows is not None and follows(last)):
-                if self._shrinks or self.storage.nbytes() < values.nbytes:
-                    self._fit(values.nbytes)
-                if storage is not self.storage:
-                    values.move(self.storage)
+                if values.arena is not self.storage or self._shrinks:
+                    self._fit(values)
                 return
             self._user.clear()
         values.move(self._new(values.nbytes))
@@ -101,18 +98,22 @@ class Arena:
         """Leaves the memory to a run that may never end."""
         self.storage, self.last = self._new(0), None
 
-    def _fit(self, nbytes: int) -> None:
-        self._shrinks = False
-        needed = max([nbytes, *self._needs])
-        if needed == self.storage.nbytes():
+    def _fit(self, values: ValueTable) -> None:
+        """Gives a run the memory, which is replaced where it does not fit all needs."""
+        if self._shrinks or self.storage.nbytes() < values.nbytes:
+            self._shrinks = False
+            self._resize(max([values.nbytes, *self._needs]))
+        if values.arena is not self.storage:
+            values.move(self.storage)
+
+    def _resize(self, nbytes: int) -> None:
+        if nbytes == self.storage.nbytes():
             return
-        if (
-            self.storage.nbytes() and self.device.type == "cuda"
-        ):  # the allocator may have it of another stream
+        if self.device.type == "cuda":  # the allocator may have it of another stream
             whole = torch.empty(0, dtype=torch.uint8, device=self.device)
             whole.set_(self.storage)  # pyright: ignore
             whole.record_stream(torch.cuda.current_stream(self.device))
-        self._replace(needed)
+        self._replace(nbytes)
 
     def _replace(self, nbytes: int) -> None:
         self.storage.resize_(0)
