@@ -44,7 +44,7 @@ TRANSFORMERS = (
     *("compile", "layers", "compile-graph", *FLOAT8_LAYERS, "ideal"),
 )
 FORMS = ("whole", "blocks", "whole+checkpoint", "blocks+checkpoint")
-"""How layers are compiled: as one, or each by itself; with what is computed again in backward."""
+"""Layers compiled as one, or each by itself; with `+checkpoint` computed again in backward."""
 KERNELS = ("cross-entropy", "linear-cross-entropy", "adam", "muon", "grouped", "float8", "host")
 OPTIMIZERS = ("synchronous", "overlap", "overlap-nccl", "no-gather", "torch-ddp", "torchtitan")
 
