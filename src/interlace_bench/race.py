@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import os
 import random
 import statistics
 import time
@@ -515,7 +514,8 @@ def in_use(ranks: Ranks, line: str = "VmRSS") -> float:
     if ranks.cuda:
         torch.cuda.synchronize()
         unused, total = torch.cuda.mem_get_info()
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
+        hosts = ranks.hosts if ranks.size > 1 else ()
+        local = next((len(host) for host in hosts if ranks.me in host), ranks.size)
         return (total - unused) / -(-local // torch.cuda.device_count())
     with contextlib.suppress(OSError):
         known = dict(each.split(":") for each in Path("/proc/self/status").read_text().splitlines())
