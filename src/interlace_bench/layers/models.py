@@ -14,13 +14,15 @@ computes the same on one rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
@@ -189,6 +191,17 @@ class Layers(nn.Module):
         for layer in self.layers:
             x = layer(x, self.table)
         return x
+
+    def mapped(self, change: Callable[[Any], Any]) -> Layers:
+        """The same table, and what a function makes of each layer."""
+        made = copy.copy(self)
+        made._modules = {"layers": nn.ModuleList(map(change, self.layers))}
+        return made
+
+
+def in_form(layers: Layers, form: str) -> Layers:
+    """The layers, with `+checkpoint` each computed again in backward."""
+    return layers.mapped(checkpoint_wrapper) if form.endswith("+checkpoint") else layers
 
 
 def parallelized(
