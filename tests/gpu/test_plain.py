@@ -11,7 +11,7 @@ from tests.gpu.cases import on_a_gpu
 from interlace.errors import ExecutorError
 from interlace.ir import parse
 from interlace.runtime import Executor
-from interlace.runtime.arena import arena_of
+from interlace.runtime.arena import Arena, arena_of
 
 pytestmark = on_a_gpu(120)
 SIZE = 512
@@ -56,12 +56,17 @@ def test_executors_share_the_arena_on_changing_streams(seed: int) -> None:
     torch.manual_seed(seed)
     streams = [torch.cuda.Stream() for _ in range(3)]
     arena = arena_of(torch.device("cuda", torch.cuda.current_device()))
-    torch._C._cuda_clearCublasWorkspaces()
-    before = torch.cuda.memory_allocated()
-    texts = [ARENA.replace(str(SIZE), str(size)) for size in (256, 128, 1024, SIZE)]
+    share_an_arena(draw, streams, arena)
+    before = torch.cuda.memory_allocated()  # with the workspaces that cuBLAS has for each stream
+    share_an_arena(draw, streams, arena)
+    assert torch.cuda.memory_allocated() <= before
+
+
+def share_an_arena(draw: random.Random, streams: list[torch.cuda.Stream], arena: Arena) -> None:
     executors: list[tuple[Executor, int]] = []
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for text, size in zip(texts, (256, 128, 1024, SIZE), strict=True):
+    for size in (256, 128, 1024, SIZE):
+        text = ARENA.replace(str(SIZE), str(size))
         executors.append((Executor(parse(text), device="cuda").prepare(), size))
         for _ in range(24):
             executor, width = draw.choice(executors)
@@ -78,11 +83,7 @@ def test_executors_share_the_arena_on_changing_streams(seed: int) -> None:
     assert arena.storage.nbytes() >= 1024 * 1024 * 4
     for executor, _ in executors:
         executor.close()
-    del x, y
-    found.clear()
-    torch._C._cuda_clearCublasWorkspaces()  # cuBLAS has 32 MB for each stream
     assert arena.storage.nbytes() == 0
-    assert torch.cuda.memory_allocated() <= before
 
 
 @pytest.mark.parametrize("text", [ARENA, PLAIN], ids=["arena", "plain"])
