@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 from interlace.demo.model import Block, Plain, block_plan, rotary_table
 from interlace.errors import OptionError
@@ -199,9 +199,20 @@ class Layers(nn.Module):
         return made
 
 
+class Checkpointed(nn.Module):
+    """A layer that is computed again in backward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layer, *inputs, use_reentrant=False)
+
+
 def in_form(layers: Layers, form: str) -> Layers:
     """The layers, with `+checkpoint` each computed again in backward."""
-    return layers.mapped(checkpoint_wrapper) if form.endswith("+checkpoint") else layers
+    return layers.mapped(Checkpointed) if form.endswith("+checkpoint") else layers
 
 
 def parallelized(
