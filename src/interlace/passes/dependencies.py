@@ -26,7 +26,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice, pairwise
 
 from interlace.errors import PassError
@@ -42,7 +42,7 @@ from interlace.ir import (
 )
 from interlace.ir.ops import SignalLevel
 from interlace.ir.overlap import Overlaps, Touched, ViewExtent, touched_by
-from interlace.ir.sizes import Int
+from interlace.ir.sizes import greatest, least
 
 Before = tuple[tuple[int, ...], ...]
 Edges = list[set[int]]
@@ -177,58 +177,47 @@ def _owner(access: Access, sizes: Mapping[str, int]) -> object:
 
 
 @dataclass(slots=True)
-class _Holder:
-    """A buffer that shares bytes with others: it holds them for a while, then another does."""
+class _Held:
+    """Bytes of a storage that an op has touched, as far as no later write took them over."""
 
-    start: Int
-    stop: Int
-    since: int = -1
-    """The op that last took the bytes over,"""
-    after: set[int] = field(default_factory=set[int])
-    """what that must follow,"""
-    ops: set[int] = field(default_factory=set[int])
-    """the uses since then,"""
-    ends: set[int] = field(default_factory=set[int])
-    """and those of them that no other follows."""
-    last: int = -1
+    index: int
+    name: str
+    write: bool
+    start: int
+    stop: int
 
 
 def _storage_edges(overlaps: Overlaps, touched: Touched, edges: Edges) -> None:
-    """A buffer takes bytes over after all uses of those that held them before."""
-    shared = {
-        name for name, b in overlaps.buffers.items() if b.kind == "local" and b.storage is not None
-    }
-    if not shared:
-        return
-    tenants: dict[str, dict[str, _Holder]] = {}  # by storage: who may still hold bytes of it
-    known: dict[str, _Holder] = {}
-    for index, (reads, writes) in enumerate(touched):
-        for name in sorted(shared.intersection(a.view.buffer for a in (*reads, *writes))):
-            buffer = overlaps.buffers[name]
-            assert buffer.storage is not None
-            mine = known.get(name)
-            if mine is None:
-                size = overlaps.size(buffer)
-                mine = known[name] = _Holder(buffer.offset, buffer.offset + size)
-            holders = tenants.setdefault(buffer.storage, {})
-            rivals = [
-                (other, tenant)
-                for other, tenant in holders.items()
-                if tenant is not mine and tenant.start < mine.stop and mine.start < tenant.stop
-            ]
-            if any(tenant.last > mine.since for _, tenant in rivals):
-                mine.since, mine.ops = index, set()
-                mine.after = {end for _, tenant in rivals for end in tenant.ends} - {index}
-                for other, tenant in rivals:
-                    if mine.start <= tenant.start and tenant.stop <= mine.stop:
-                        del holders[other]
-            holders[name] = mine
-            if edges[index].isdisjoint(mine.ops):  # else an earlier use has seen to it
-                edges[index] |= mine.after
-            mine.ops.add(index)
-            mine.ends -= edges[index]
-            mine.ends.add(index)
-            mine.last = index
+    """An access follows those of other buffers that lie in its bytes, if one of both writes."""
+    shared = {n: b for n, b in overlaps.buffers.items() if b.kind == "local" and b.storage}
+    held: defaultdict[str | None, list[_Held]] = defaultdict(list)
+    for index, (reads, writes) in enumerate(touched if shared else ()):
+        for write, accesses in ((False, reads), (True, writes)):
+            for access in accesses:
+                buffer = shared.get(access.view.buffer)
+                if buffer is None:
+                    continue
+                extent, others = overlaps.extent(access.view), held[buffer.storage]
+                start, stop = least(extent.start), greatest(extent.stop)
+                start, stop = buffer.offset + start, buffer.offset + stop
+                inner = greatest(extent.full_start), least(extent.full_stop)
+                for other in others:
+                    meets = other.start < stop and start < other.stop
+                    if meets and other.name != buffer.name and (write or other.write):
+                        edges[index].add(other.index)
+                        if write:
+                            _take_over(other, *(buffer.offset + end for end in inner))
+                others[:] = [other for other in others if other.start < other.stop]
+                others.append(_Held(index, buffer.name, write, start, stop))
+        edges[index].discard(index)
+
+
+def _take_over(other: _Held, start: int, stop: int) -> None:
+    """Cuts off bytes at either end."""
+    if start <= other.start < stop:
+        other.start = stop
+    elif start < other.stop <= stop:
+        other.stop = start
 
 
 # lifetimes
