@@ -26,12 +26,12 @@ from tests.e2e.experts import (
     filled,
     step,
 )
+from tests.support.captured import capture
 from tests.support.pool import Pool
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 
-from interlace.frontend import capture
 from interlace.ir import Collective, Program
 from interlace.launch import has_avx512
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.captured import capture
 from tests.support.pool import Pool
 from torch.distributed.device_mesh import init_device_mesh
 
 from interlace.demo.model import Transformer, parallelize
 from interlace.demo.plan import ModelConfig
-from interlace.frontend import capture
 from interlace.frontend.explain import explain_bound
 from interlace.ir import Collective
 

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from tests.nn.test_parallel_linear import KINDS, differentiated, drawn, ours, plain
 from tests.runtime.programs import Outcome, attempt, inputs_of, prepared, world_group
 from tests.runtime.test_faults import TIMEOUT_S, suffer
+from tests.support.captured import capture
 from tests.support.hosts import Hosts, HostsPool, made_or_skipped
 from tests.support.pool import Died, Pool
 from torch.distributed.device_mesh import DeviceMesh
 
-from interlace.frontend import capture
 from interlace.ir import parse
 from interlace.nn.parallel.programs import kept
 from interlace.options import Options

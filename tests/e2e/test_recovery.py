@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.runtime.programs import world_group
+from tests.support.captured import capture
 from tests.support.pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +19,6 @@ from torch.distributed.tensor.parallel import (
 
 import interlace
 from interlace.errors import InterlaceError, TeamError
-from interlace.frontend import capture
 from interlace.ir import parse
 from interlace.options import Options
 from interlace.runtime import Executor

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.support.captured import capture
 from tests.support.pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,7 +26,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-import interlace.frontend
 from interlace.demo.model import Transformer, parallelize
 from interlace.demo.plan import ModelConfig
 from interlace.launch import has_avx512
@@ -210,7 +210,7 @@ def compare_strategies(
     found: dict[str, list[str]] = {}
     for name in random.Random(seed).sample([*STRATEGIES], drawn):
         options = STRATEGIES[name]
-        with interlace.frontend.capture() as captured:
+        with capture() as captured:
             trace = train(options, steps, seed)
             taken = {site.strategy for program in captured.programs for site in program.sites}
         found[name] = different(serial, trace)
@@ -250,7 +250,7 @@ def accumulated(seed: int) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name in ("serial", "peer", "copies"):
         options = {"strategy": name, "regions": "inductor"}
-        with interlace.frontend.capture() as captured:
+        with capture() as captured:
             found[name] = different(eager, train_integers(options, 2, seed, shared))
         if sum("addmm_" in str(program) for program in captured.programs) != 1:
             found[name].append("backward, and no other Program, has sums for matmuls to do")

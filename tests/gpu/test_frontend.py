@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.gpu.cases import on_a_gpu
+from tests.support.captured import capture
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import interlace
-from interlace.frontend import backend, capture
+from interlace.frontend import backend
 
 pytestmark = on_a_gpu(200)
 
