@@ -41,8 +41,7 @@ def certified(sources: Sequence[LoweredProgram], regions: Regions, turns: Turns)
         sweep = FoldedSweep(builder)
         if launched_in_a_circle(builder)[1]:
             return False
-        among = [builder.everywhere[rank] for rank in turns.among]
-        if in_place(among, regions, _refuse, turns.visited):
+        if in_place([*builder.everywhere.values()], regions, _refuse, turns.visited):
             return False
         if mismatches(builder, _refuse):
             return False

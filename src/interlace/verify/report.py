@@ -154,8 +154,6 @@ class Symmetry:
     """The ranks that stand for all."""
     folded: tuple[str, ...]
     """The teams of which one rank stands for all."""
-    few: tuple[str, ...] = ()
-    """Folded teams for which order was worked out between two ranks, and not between all."""
 
     def to_json(self) -> dict[str, Any]:
         """The symmetry as plain data."""
