@@ -119,7 +119,7 @@ def _check(together: Sequence[Program], in_order: bool, fold: bool) -> Report:
     sweep = Sweep(builder)
     sweep.run()
 
-    explain = cache(partial(_explainer, sources))
+    explain = cache(partial(_explainer, sources, partial(_check, fold=fold, in_order=in_order)))
     first_places = {place.source: place for place in reversed(builder.places)}
     findings = [
         explain().flaw(first_places[source], flaw)
@@ -149,19 +149,16 @@ def _check(together: Sequence[Program], in_order: bool, fold: bool) -> Report:
         left_out,
         in_order=in_order,
     )
-    if report.sound:
-        return report
-    from interlace.verify.fixes import with_fixes
-
-    again = partial(_check, in_order=in_order, fold=fold)
-    return with_fixes(report, together, again)
+    if not report.sound:
+        explain().fixes.complete(report)
+    return report
 
 
-def _explainer(sources: Sequence[LoweredProgram]) -> Explainer:
+def _explainer(sources: Sequence[LoweredProgram], again: Callable[..., Report]) -> Explainer:
     """The words for findings: most checks need none."""
     from interlace.verify.explain import Explainer
 
-    return Explainer(sources)
+    return Explainer(sources, again)
 
 
 def _refuse_too_many(sources: Sequence[LoweredProgram], visited: Collection[int]) -> None:
