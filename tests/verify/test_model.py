@@ -132,9 +132,6 @@ RULES: list[tuple[str, str, set[str]]] = [
      "main: copy(x, y)\n main: copy(x, t)\n main: record(e)\n side: wait(e)\n"
      "side: copy(x[2:4], t[2:4])\n side: record(g)\n main: free(t)\n main: wait(g)\n"
      "main: copy(x, c)\n main: copy(t[0:2], y[0:2])", {"race", "use-after-free"}),
-    ("a use listed before a slot that a deadlock keeps from being taken",
-     "main: copy(x, y)\n main: copy(x, s)\n main: expect(n, tp.rank + 1)\n"
-     "s = alloc(f32[4], symmetric=tp)\n main: free(s)", {"deadlock", "use-before-alloc"}),
     ("a free that does not await such a slot",
      "main: expect(n, tp.rank + 1)\n s = alloc(f32[4], symmetric=tp)\n side: free(s)\n"
      "main: copy(x, y)", {"deadlock", "race"}),
