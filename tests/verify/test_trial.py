@@ -239,4 +239,4 @@ def try_texts(seed: int, count: int) -> None:
 
 
 def test_a_damaged_file_gives_a_typed_error_or_a_verdict(seed: int) -> None:
-    try_texts(seed, 300)
+    try_texts(seed, 600)
