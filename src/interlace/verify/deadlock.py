@@ -137,7 +137,10 @@ def launch_order(builder: GraphBuilder, explain: Callable[[], Explainer]) -> lis
     would wait for each other: NCCL does so with those of a team; kernels of two teams may hold
     what the other needs.
     """
-    steps = next(_circles(*launched_in_a_circle(builder)), list[CycleLink]())
+    graph, stuck = launched_in_a_circle(builder)
+    if not stuck:
+        return []
+    explainer, steps = explain(), next(_circles(graph, stuck), list[CycleLink]())
     launched = [step.other for step in steps if step.part[0] is step.other[0]]
     if not launched:
         return []
@@ -147,7 +150,7 @@ def launch_order(builder: GraphBuilder, explain: Callable[[], Explainer]) -> lis
             "collectives and messages on streams that may run at once wait for each other if "
             "each rank runs its own one after another, as they are listed: NCCL does so with "
             "those of one team, and those of two teams may need the same multiprocessors",
-            tuple(explain().ref(place, item, "is launched first") for place, item in launched),
+            tuple(explainer.ref(place, item, "is launched first") for place, item in launched),
             "launch them in one order on all ranks, put messages that belong together into one "
             'group, or name the backend that runs them (backend="peer")',
             "remark",
