@@ -34,6 +34,7 @@ GONE = {
     "fuzz": "it is `python -m tests.fuzzing` in a checkout of the repository",
     "demo --in-order": "leave it out: on GPUs and beyond two ranks the demo trains in order too",
     "doctor --calibration": "`interlace explain FILE --calibration FILE` reads it",
+    "doctor --timeout": "leave it out: doctor looks at its own host, and waits for nobody",
     "explain --html": "`interlace simulate FILE --html PAGE` draws a schedule",
     "bench transformer --profile": "`interlace.export`, then `interlace simulate --html`",
     "bench interconnect --calibration": "`interlace calibrate` writes such a file",
