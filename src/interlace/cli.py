@@ -58,6 +58,7 @@ GONE = {
     },
     "run --inputs": "`interlace.Executor` runs a schedule on tensors of your own",
     "bench transformer --simulate": "`interlace simulate FILE` predicts an exported schedule",
+    "calibrate --from": "leave it out: what `auto` chooses by is measured where it runs",
     "calibrate --measure": "leave it out: all is measured",
     "calibrate --preset": "`--shapes` chooses the sites",
     **{
