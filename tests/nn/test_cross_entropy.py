@@ -196,9 +196,6 @@ def test_a_target_that_is_no_class() -> None:
     assert isinstance(caught.value, IndexError)
     assert cross_entropy(x, torch.tensor([0, 0, 0])).isfinite(), "it is told once"
     raise_pending()
-    with pytest.raises(TargetError, match="row 1 is 5"):
-        cross_entropy(x, y, check_targets=True)
-    raise_pending()
     assert cross_entropy(x, torch.tensor([1, 5, 2]), ignore_index=5).isfinite()
 
 
@@ -234,11 +231,12 @@ def test_a_removed_option_is_refused_with_its_replacement() -> None:
     x, y = torch.zeros(4, 9), torch.zeros(4, dtype=torch.int64)
     calls = (
         lambda: cross_entropy(x, y, shard_sizes=[9]),
+        lambda: cross_entropy(x, y, check_targets=True),
         lambda: linear_cross_entropy(x, x, y, shard_sizes=[9]),
         lambda: CrossEntropyLoss(shard_sizes=[9]),
     )
     for call in calls:
-        with pytest.raises(OptionError, match=r"shard_sizes is no option of .* fix: leave it out"):
+        with pytest.raises(OptionError, match=r"is no option of .* fix: (leave it out|call raise)"):
             call()
 
 

@@ -42,7 +42,6 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     denominator: torch.Tensor | float | None = None,
-    check_targets: bool = False,
     chunk_size: int | None = None,
     accumulate_dtype: torch.dtype | None = None,
     overlap: bool = True,
@@ -65,7 +64,7 @@ def linear_cross_entropy(
         target: (...), int64 or int32.
         bias: (classes,), as the weight.
         class_weight, ignore_index, reduction, label_smoothing, group: see `cross_entropy`.
-        z_loss, softcap, denominator, check_targets: see `cross_entropy`.
+        z_loss, softcap, denominator: see `cross_entropy`.
         chunk_size: rows at a time, as many on all ranks. By default a seventh of them, at most as
             many as make 200 million logits (380 MiB in bfloat16; with a group, 4096 rows) and at
             least 256: two chunks are held with a group, one without.
@@ -102,7 +101,7 @@ def linear_cross_entropy(
         **{"chunk_size": chunk_size or 0, "overlap": overlap,
            "requires_grad of hidden": hidden.requires_grad},
     )  # fmt: skip
-    setup = LossSetup.of(target, hidden.device, weight.shape[0], terms, group, facts, check_targets)
+    setup = LossSetup.of(hidden.device, weight.shape[0], terms, group, facts)
     rows = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
     chunks = Chunks(
         target=target.reshape(-1).contiguous(),

@@ -38,6 +38,7 @@ LOGITS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 REMOVED = {
     "shard_sizes": "leave it out: each call gathers the ranks' numbers of classes, with what shows "
     "that all give the same arguments",
+    "check_targets": "call raise_pending() after the loss (on CUDA, synchronize before)",
 }
 """Options of former releases, and what serves instead."""
 
@@ -55,14 +56,13 @@ def cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     denominator: torch.Tensor | float | None = None,
-    check_targets: bool = False,
     **removed: object,
 ) -> torch.Tensor:
     """The cross-entropy between logits and the indices of classes.
 
     A target that is no class (below 0, too large, and not `ignore_index`) does not raise at once,
     as in torch on the CPU, since the host would wait for the device: the loss and the gradient of
-    its row are NaN, and a later call raises TargetError. `check_targets=True` raises at once.
+    its row are NaN, and a later call, or `raise_pending`, raises TargetError.
 
     Args:
         logits: (..., classes), bfloat16, float16, float32 or float64; they are never written to,
@@ -84,7 +84,6 @@ def cross_entropy(
         denominator: replaces the divisor of "mean" and "sum": a number, or a tensor of one element
             (no gradient flows to it). Under data parallelism, the number of tokens of all ranks
             over the number of ranks makes the averaged gradients exact.
-        check_targets: raise `TargetError` at once. The host waits for the device.
 
     Returns:
         The loss in float32 (float64 for float64 logits): a scalar, or (...) for "none".
@@ -92,7 +91,7 @@ def cross_entropy(
     Raises:
         TargetError: a target is not a class. The loss and the gradient of its row are NaN, and
             the next call of a loss or of `raise_pending` raises, once the device has computed
-            this one; with `check_targets`, this call raises.
+            this one.
         InputError: shapes, dtypes or options do not fit.
         AgreementError: ranks of the group give other arguments (on CUDA, once for each set).
     """
@@ -101,9 +100,7 @@ def cross_entropy(
     check_inputs(logits, target, weight)
     terms = terms_of(target, ignore_index, reduction, label_smoothing, z_loss, softcap, denominator)
     facts = facts_of(logits, target, weight, terms, reduction)
-    setup = LossSetup.of(
-        target, logits.device, logits.shape[-1], terms, group, facts, check_targets
-    )
+    setup = LossSetup.of(logits.device, logits.shape[-1], terms, group, facts)
     return CrossEntropy.apply(logits, target.contiguous(), weight, setup, reduction, denominator)
 
 
@@ -121,13 +118,11 @@ class LossSetup:
     @classmethod
     def of(
         cls,
-        target: torch.Tensor,
         device: torch.device,
         classes: int,
         terms: Terms,
         group: Any,
         facts: Mapping[str, int],
-        check_targets: bool,
     ) -> LossSetup:
         """Raises what earlier calls noted; starts to gather the ranks' numbers of `classes`, and
         their `facts`.
@@ -136,10 +131,6 @@ class LossSetup:
         notes.check()
         group = group_of(group)
         shards, ready = find_shards(group, classes, facts, device)
-        if check_targets:
-            ready()
-            count = shards.classes if shards.sizes is None else int(shards.sizes.sum())
-            check_all(target, count, terms.ignore_index)
         return cls(terms, shards, ready, group, notes.word)
 
     def problem(self, logits: torch.Tensor, target: torch.Tensor, weight: Any, row: int) -> Problem:
@@ -277,7 +268,10 @@ class Notes:
         if self._seen[0]:
             row, target, classes = self._seen[0] - 1, self._seen[1], self._seen[2]
             self._seen[0] = 0
-            raise TargetError(describe(row, target, classes) + "; its loss and gradient were NaN")
+            raise TargetError(
+                f"the target of row {row} is {target}, where there are classes 0 to {classes - 1}; "
+                "mark rows that do not count with `ignore_index`; its loss and gradient were NaN"
+            )
 
 
 @lru_cache(maxsize=2)
@@ -295,20 +289,3 @@ def raise_pending() -> None:
     notes_of("cpu").check()
     if torch.cuda.is_initialized():
         notes_of("cuda").check()
-
-
-def describe(row: int, target: int, classes: int) -> str:
-    """Where a target is no class."""
-    return (
-        f"the target of row {row} is {target}, where there are classes 0 to {classes - 1}; "
-        "mark rows that do not count with `ignore_index`"
-    )
-
-
-def check_all(target: torch.Tensor, classes: int, ignore_index: int) -> None:
-    """Raises `TargetError` if one is no class; the host waits for the device."""
-    flat = target.reshape(-1)
-    wrong = ((flat < 0) | (flat >= classes)) & (flat != ignore_index)
-    if bool(wrong.any()):
-        row = int(wrong.nonzero()[0])
-        raise TargetError(describe(row, int(flat[row]), classes))
