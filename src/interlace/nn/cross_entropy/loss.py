@@ -16,7 +16,6 @@ device sees, so that nothing is copied and nobody waits; every call of a loss lo
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,6 +37,7 @@ LOGITS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 REMOVED = {
     "shard_sizes": "leave it out: each call gathers the ranks' numbers of classes, with what shows "
     "that all give the same arguments",
+    "softcap": "give cross_entropy logits that are capped: softcap * torch.tanh(logits / softcap)",
     "check_targets": "call raise_pending() after the loss (on CUDA, synchronize before)",
 }
 """Options of former releases, and what serves instead."""
@@ -54,7 +54,6 @@ def cross_entropy(
     *,
     group: Any = None,
     z_loss: float = 0.0,
-    softcap: float | None = None,
     denominator: torch.Tensor | float | None = None,
     **removed: object,
 ) -> torch.Tensor:
@@ -80,7 +79,6 @@ def cross_entropy(
             or not. All of its ranks call with the same arguments, and get the same bits.
         z_loss: adds z_loss * logsumexp(row)^2 to the loss of each row that counts ("ST-MoE",
             arXiv:2202.08906); class weights do not scale it.
-        softcap: logits are softcap * tanh(logits / softcap) ("Gemma 2", arXiv:2408.00118).
         denominator: replaces the divisor of "mean" and "sum": a number, or a tensor of one element
             (no gradient flows to it). Under data parallelism, the number of tokens of all ranks
             over the number of ranks makes the averaged gradients exact.
@@ -98,7 +96,7 @@ def cross_entropy(
     refuse_removed("cross_entropy", removed, REMOVED)
     refuse_dtensors(logits=logits, target=target, weight=weight, denominator=denominator)
     check_inputs(logits, target, weight)
-    terms = terms_of(target, ignore_index, reduction, label_smoothing, z_loss, softcap, denominator)
+    terms = terms_of(target, ignore_index, reduction, label_smoothing, z_loss, denominator)
     facts = facts_of(logits, target, weight, terms, reduction)
     setup = LossSetup.of(logits.device, logits.shape[-1], terms, group, facts)
     return CrossEntropy.apply(logits, target.contiguous(), weight, setup, reduction, denominator)
@@ -194,7 +192,6 @@ def facts_of(
         "label_smoothing": terms.smoothing != 0.0,
         "class weights": weight is not None,
         "z_loss": terms.z_loss != 0.0,
-        "softcap": terms.softcap != 0.0,
         "requires_grad of hidden": 0,
         **more,
     }
@@ -227,7 +224,6 @@ def terms_of(
     reduction: str,
     label_smoothing: float,
     z_loss: float,
-    softcap: float | None,
     denominator: torch.Tensor | float | None,
 ) -> Terms:
     """The terms of a loss; raises `InputError` for a value that an option cannot have."""
@@ -241,8 +237,6 @@ def terms_of(
         raise InputError(f"reduction is {reduction!r}: take one of {REDUCTIONS}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise InputError(f"label_smoothing is {label_smoothing}: take a number from 0 to 1")
-    if softcap is not None and not 0.0 < softcap < math.inf:
-        raise InputError(f"softcap is {softcap}: take a positive number, or None for none")
     if denominator is not None:
         if reduction == "none":
             raise InputError("a denominator divides the sum: take reduction 'mean' or 'sum'")
@@ -250,7 +244,7 @@ def terms_of(
             raise InputError(f"denominator is {denominator!r}: take a number, or a tensor of one")
         if isinstance(denominator, torch.Tensor) and denominator.numel() != 1:
             raise InputError(f"denominator is {tuple(denominator.shape)}: take one number")
-    return Terms(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
+    return Terms(ignore_index, float(label_smoothing), float(z_loss))
 
 
 # -- targets that are no class ---------------------------------------------------------------------
