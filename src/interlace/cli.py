@@ -34,34 +34,26 @@ GONE = {
     "fuzz": "it is `python -m tests.fuzzing` in a checkout of the repository",
     "demo --in-order": "leave it out: on GPUs and beyond two ranks the demo trains in order too",
     "doctor --calibration": "`interlace explain FILE --calibration FILE` reads it",
+    "doctor --timeout": "leave it out: doctor looks at its own host, and waits for nobody",
     "explain --html": "`interlace simulate FILE --html PAGE` draws a schedule",
     "bench transformer --profile": "`interlace.export`, then `interlace simulate --html`",
-    "bench interconnect --calibration": "`interlace calibrate` writes such a file",
-    "bench interconnect --plot": "the rows are in a CSV file",
-    "bench interconnect --no-plot": "leave it out: nothing is drawn",
+    "bench interconnect": "`interlace calibrate` measures links and collectives",
     "show --program": "`interlace run FILE --html PAGE` draws what it measured",
-    "bench interconnect --calibrate": "`interlace calibrate` writes such a file",
     "bench overlap --graphs": "leave it out: CUDA graphs are timed too",
     "bench overlap --no-graphs": "leave it out: CUDA graphs are timed too",
-    **{
-        f"bench interconnect --{option}": "leave it out: all is measured"
-        for option in ("least", "dtype", "links", "collectives", "compute")
-    },
-    **{
-        f"bench interconnect --no-{option}": "leave it out: all is measured"
-        for option in ("links", "collectives", "compute", "calibrate")
-    },
     **{
         f"bench layer --{option}": "`--small` and `--large` choose the sizes"
         for option in ("dim", "hidden", "heads", "prefill", "decode", "cached", "dtype")
     },
+    "simulate --perfetto": "`--html` draws the timeline, and `--out` writes its data",
     "run --inputs": "`interlace.Executor` runs a schedule on tensors of your own",
     "bench transformer --simulate": "`interlace simulate FILE` predicts an exported schedule",
+    "calibrate --from": "leave it out: what `auto` chooses by is measured where it runs",
     "calibrate --measure": "leave it out: all is measured",
     "calibrate --preset": "`--shapes` chooses the sites",
     **{
         f"bench {name} --name": "the file has the benchmark's name; `--out` chooses its folder"
-        for name in ("interconnect", "overlap", "layer", "transformer", "kernels", "optimizer")
+        for name in ("overlap", "layer", "transformer", "kernels", "optimizer")
     },
     **{
         f"bench optimizer --{option}": "`--model` chooses the sizes"
