@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.gpu.cases import KINDS, STRATEGIES, Case, here, meet, poison, prepared, run
+from tests.gpu.cases import KINDS, STRATEGIES, Case, meet, poison, prepared, run
 from tests.support.pool import Ranks
 
 from interlace.ir import Op
@@ -88,38 +88,6 @@ def test_delays_and_streams_never_change_a_bit(gpus: Ranks, strategy: str, seed:
     for wrong, slept in gpus.run(delayed, strategy, seed, timeout_s=90):
         assert not wrong
         assert slept > RUNS
-
-
-def interleaved(seed: int, streams: int) -> list[str]:
-    """Executors of all strategies, called in one random order, from one stream or several."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    alike, own = random.Random(seed), random.Random(seed + 7 * rank + 1)
-    done: list[tuple[Subject, int, torch.Tensor]] = []
-    with ExitStack() as stack:
-        subjects = [
-            Subject(stack, Case(KINDS[number % 3], world), strategy, seed + number)
-            for number, strategy in enumerate(here())
-        ]
-        callers = [torch.cuda.Stream() for _ in range(streams)]
-        for _ in range(80):
-            subject, which = alike.choice(subjects), alike.randrange(INPUTS)
-            with torch.cuda.stream(own.choice(callers)):
-                found = run(subject.executor, subject.case, subject.inputs[which])
-            done.append((subject, which, found))
-        for subject in subjects:
-            subject.executor.synchronize()
-        torch.cuda.synchronize()
-        return [
-            f"{subject.name}, call {number}"
-            for number, (subject, which, found) in enumerate(done)
-            if not torch.equal(found, subject.wanted[which])
-        ]
-
-
-@pytest.mark.parametrize("streams", [1, 3], ids=["one stream", "three streams"])
-def test_executors_of_one_team_take_turns(gpus: Ranks, streams: int, seed: int) -> None:
-    for wrong in gpus.run(interleaved, seed, streams, timeout_s=90):
-        assert not wrong
 
 
 def many_calls(strategy: str, graph: bool, calls: int, seed: int) -> dict[str, Any]:
