@@ -1,5 +1,6 @@
-"""The main job: training steps through overlapped schedules give the bits of the serial schedule, on
-integers and, with bit-equal chunked GEMMs, in fp32 wherever no order of a reduction changes (two
+"""The main job: training steps through overlapped schedules give the bits of the serial schedule.
+
+On integers; and with bit-equal chunked GEMMs in fp32 wherever no order of a reduction changes (two
 addends have one order).
 
 Many steps beside eager DTensor and beside the same ops in order are in tests/cli/test_demo.py.
