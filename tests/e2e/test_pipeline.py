@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.runtime.programs import world_group
 from tests.support.pool import Pool
 
-from interlace.errors import InterlaceError
-from interlace.ir import Program, parse_set
+from interlace.errors import InterlaceError, TeamError
+from interlace.ir import Program, parse, parse_set
 from interlace.options import Options
 from interlace.runtime import Executor
 from interlace.verify import check
@@ -111,3 +112,27 @@ def test_a_set_that_is_not_sound_does_not_run(pool: Pool, drop: str, told: str) 
     for error in pool(4).run(run_stage, "gloo", 0, drop, 1):
         assert isinstance(error, str), "it ran"
         assert told in error
+
+
+TWO_TEAMS = """
+def f(a: Team[[0, 1]], b: Team[[0, 1]], x: f32[2, 3]):
+    y = empty(f32[4, 3])
+    main: all_gather(x, y, team=a)
+    z = empty(f32[4, 3])
+    main: all_gather(x, z, team=b)
+    return y, z
+"""
+
+
+def one_group_for_two_teams() -> str:
+    """The error of a Program whose teams were given one group."""
+    groups = {"a": world_group(), "b": world_group()}
+    with pytest.raises(TeamError) as error:
+        Executor(parse(TWO_TEAMS), groups=groups, options=Options(timeout_s=20)).prepare()
+    return str(error.value)
+
+
+def test_teams_have_groups_of_their_own(pool: Pool) -> None:
+    for message in pool(2).run(one_group_for_two_teams):
+        assert "a and b" in message
+        assert "new_group" in message
