@@ -1,6 +1,7 @@
 """Ctrl-C at random moments on one of the ranks that train, again and again.
 
-    python -m tests.support.interrupts 300     # prints counts and delays for each way to run
+    for trials in ranks.run(campaign, "compiled", seed, 20):     # of each rank
+        assert not [wrong for trial in trials if (wrong := trial.wrong())]
 
 In a trial all ranks step until a SIGINT, at a moment drawn anew, stops one of them; all call
 `interlace.reset()`, and the next step must give the right values. Delays are from the signal to the
@@ -166,31 +167,3 @@ def _trial(way: str, step: Step, wanted: list[torch.Tensor], draw: random.Random
     equal = all(map(torch.equal, step(), wanted))
     dist.barrier()  # else the next interrupt would end this step of a peer
     return Trial(way, victim, error, text, ended - (sent[0] or begun), reset_s, equal)
-
-
-def main(count: int, world: int = 2) -> None:
-    from tests.support.pool import Pool
-
-    pool, each = Pool(), -(-count // len(WAYS))
-    try:
-        for way in WAYS:
-            seed = random.SystemRandom().randrange(1 << 30)
-            ranks = pool(world).run(campaign, way, seed, each, timeout_s=40 * each)
-            told = [trial for trials in ranks for trial in trials]
-            hit = sorted(trial.seconds for trial in told if trial.victim)
-            resets = sorted(trial.reset_s for trial in told)
-            wrong = [f"  trial {n} {w}" for t in ranks for n, x in enumerate(t) if (w := x.wrong())]
-            print(
-                f"{way}: {len(hit)} interrupts (seed {seed}), {len(wrong)} wrong; to the exception "
-                f"median {hit[len(hit) // 2]:.4f} s, longest {hit[-1]:.3f} s; reset median "
-                f"{resets[len(resets) // 2]:.4f} s, longest {resets[-1]:.3f} s",
-                *wrong,
-                sep="\n",
-                flush=True,
-            )
-    finally:
-        pool.close()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), *map(int, sys.argv[2:]))
