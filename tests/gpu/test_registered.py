@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tests.gpu.cases import transport, world_group
 from tests.support.pool import Ranks
-from tests.support.registered import REGISTERED, ROWS, TEXTS, K, N, drawn
+from tests.support.registered import REGISTERED, ROWS, RUNS, TEXTS, K, N, drawn, whole
 
 from interlace.comm import team_of
 from interlace.errors import BackendError, InterlaceError
@@ -21,7 +21,7 @@ from interlace.runtime import Executor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
-RUNS = 9
+NUM_RUNS = 9
 
 
 def prepared(kind: str, tensor: torch.Tensor, **options: Any) -> Executor:
@@ -39,83 +39,27 @@ def on_gpu(rank: int, seed: int, *sizes: int) -> torch.Tensor:
     return drawn(rank, seed, *sizes, device="cuda")
 
 
-def whole(seed: int) -> torch.Tensor:
-    """The shards of all ranks."""
-    return torch.cat([on_gpu(rank, seed, ROWS, K) for rank in range(dist.get_world_size())])
+def registered_runs(kind: str, seed: int, options: dict[str, Any]) -> list[str]:
+    """Runs of one of the Programs, now and then behind other work of this rank's device."""
+    own = random.Random(seed + dist.get_rank())
 
+    def make(kind: str, tensor: torch.Tensor) -> Executor:
+        return prepared(kind, tensor, **options)
 
-def read(seed: int, options: dict[str, Any]) -> list[str]:
-    """Peers get the caller's own tensor, which is written right before a run and right after."""
-    rank, own = dist.get_rank(), random.Random(seed + dist.get_rank())
-    x, found, wanted = torch.empty(ROWS, K, device="cuda"), [], []
-    with prepared("gather_matmul", x, **options) as executor:
-        for run in range(RUNS):
-            w = on_gpu(0, seed - run, K, N)
-            wanted.append(whole(seed + run) @ w)
-            if own.random() < 0.5:
-                torch.cuda._sleep(own.randrange(2_000_000))
-            x.copy_(on_gpu(rank, seed + run, ROWS, K))
-            (y,) = executor.run([x, w])
-            x.fill_(torch.nan)
-            found.append(y.clone())
-        executor.synchronize()
+    def delay() -> None:
+        if own.random() < 0.5:
+            torch.cuda._sleep(own.randrange(2_000_000))
+
+    wrong = RUNS[kind](make, seed, NUM_RUNS, "cuda", delay)
     torch.cuda.synchronize()
-    pairs = enumerate(zip(found, wanted, strict=True))
-    return [f"run {run} differs" for run, (y, right) in pairs if not torch.equal(y, right)]
-
-
-def write(seed: int, options: dict[str, Any]) -> list[str]:
-    """Peers put into the caller's own output, which is what a run gives back."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    own = random.Random(seed + rank)
-    y, found, wrong = torch.full((world * ROWS, K), 5.0, device="cuda"), [], []
-    with prepared("gather_put", y, **options) as executor:
-        if not y.eq(5.0).all():
-            wrong.append("prepare() left something in a registered output")
-        for run in range(RUNS):
-            x = on_gpu(rank, seed + run, ROWS, K)
-            if own.random() < 0.5:
-                torch.cuda._sleep(own.randrange(2_000_000))
-            y.fill_(torch.nan)
-            (back,) = executor.run([x], [y] if run % 2 else None)
-            if back.data_ptr() != y.data_ptr():
-                wrong.append(f"run {run} gives another tensor than the registered one")
-            found.append(y.clone())
-        executor.synchronize()
-    torch.cuda.synchronize()
-    pairs = enumerate(found)
-    return wrong + [f"run {r} differs" for r, z in pairs if not torch.equal(z, whole(seed + r))]
-
-
-def update(seed: int, options: dict[str, Any]) -> list[str]:
-    """A flat buffer of parameters in the midst of a larger tensor, written by all."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    arena = torch.full((3, world * ROWS, K), 7.0, device="cuda")
-    flat = arena[1]
-    flat.copy_(on_gpu(99, seed, world * ROWS, K))
-    wanted, wrong = flat.clone(), list[str]()
-    with prepared("update", flat, **options) as executor:
-        if not torch.equal(flat, wanted):
-            wrong.append("prepare() left something in a registered input")
-        for run in range(RUNS):
-            executor.run([flat, on_gpu(rank, seed + run, ROWS, K)])
-            wanted += whole(seed + run)
-            executor.synchronize()
-            if not torch.equal(flat, wanted):
-                wrong.append(f"run {run} differs")
-    if not arena[0].eq(7).all() or not arena[2].eq(7).all():
-        wrong.append("what lies around the parameter was written")
     return wrong
 
 
-KINDS = {"read": read, "write": write, "update": update}
-
-
 @pytest.mark.parametrize("mode", ["streams", "in-order", "graph"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RUNS)
 def test_is_right_bit_by_bit(gpus: Ranks, kind: str, mode: str, seed: int) -> None:
     options = {"in_order": mode == "in-order", "graph": mode == "graph"}
-    for wrong in gpus.run(KINDS[kind], seed, options, timeout_s=90):
+    for wrong in gpus.run(registered_runs, kind, seed, options, timeout_s=90):
         assert not wrong, "\n".join(wrong)
 
 
@@ -130,7 +74,7 @@ def share_allocations(seed: int) -> list[str]:
         x.copy_(on_gpu(rank, seed + number, ROWS, K))
         (y,) = executor.run([x, w])
         executor.synchronize()
-        if not torch.equal(y, whole(seed + number) @ w):
+        if not torch.equal(y, whole(seed + number, "cuda") @ w):
             wrong.append(f"number {number} differs")
 
     first = prepared("gather_matmul", one)
@@ -184,7 +128,7 @@ def give_another(seed: int, graph: bool) -> list[str]:
         executor.reset()
         (y,) = executor.run([x, w])
         executor.synchronize()
-        told.append("equal" if torch.equal(y, whole(seed) @ w) else "differs")
+        told.append("equal" if torch.equal(y, whole(seed, "cuda") @ w) else "differs")
     return told
 
 
