@@ -49,28 +49,6 @@ def test_callers_on_changing_streams(text: str, seed: int) -> None:
                 assert torch.equal(y, want)
 
 
-@pytest.mark.parametrize("text", [ARENA, PLAIN], ids=["arena", "plain"])
-def test_a_failed_run_needs_no_reset(text: str) -> None:
-    x = torch.randn(SIZE, SIZE, device="cuda")
-    broken = [False]
-
-    def fail(rank: int, index: int, op: object) -> None:
-        if broken[0]:
-            raise ZeroDivisionError("on purpose")
-
-    with Executor(parse(text), device="cuda", before_op=fail).prepare() as executor:
-        (first,) = executor.run([x])
-        broken[0] = True
-        with pytest.raises(ZeroDivisionError, match="on purpose"):
-            executor.run([x])
-        broken[0] = False
-        for _ in range(2):
-            executor.synchronize()
-            (again,) = executor.run([x])
-            assert torch.equal(first, again)
-            executor.reset()  # which has nothing to do
-
-
 def test_a_run_inside_a_capture_is_refused() -> None:
     x = torch.randn(SIZE, SIZE, device="cuda")
     with Executor(parse(PLAIN), device="cuda").prepare() as executor:
