@@ -1,4 +1,4 @@
-"""`bench kernels` and the hot path of a run, on a GPU."""
+"""`bench kernels` on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of Programs outside of teams on one GPU: streams that change, failures, synchronize."""
+"""Runs of Programs outside of teams on one GPU: streams that change, captures."""
 
 from __future__ import annotations
 

@@ -60,7 +60,8 @@ def delayed(strategy: str, seed: int) -> tuple[list[str], int]:
     alike, own = random.Random(seed), random.Random(seed + 7 * rank + 1)
     wrong: list[str] = []
     with ExitStack() as stack:
-        subjects = [Subject(stack, Case(kind, world), strategy, seed) for kind in KINDS]
+        cases = [Case(kind, world, "bf16", alike.choice(("even", "odd"))) for kind in KINDS]
+        subjects = [Subject(stack, case, strategy, seed) for case in cases]
         streams = [torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream(priority=-1)]
         for subject in subjects:
             done: list[tuple[int, torch.Tensor]] = []
