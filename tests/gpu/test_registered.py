@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from tests.support.pool import Ranks
 from tests.support.registered import REGISTERED, ROWS, RUNS, TEXTS, K, N, drawn, whole
 
 from interlace.comm import team_of
-from interlace.errors import BackendError, InterlaceError
+from interlace.errors import BackendError
 from interlace.ir import parse
 from interlace.options import Options
 from interlace.runtime import Executor
@@ -111,60 +110,21 @@ def test_allocations_are_shared_and_come_and_go(gpus: Ranks, seed: int) -> None:
         assert not wrong, "\n".join(wrong)
 
 
-def give_another(seed: int, graph: bool) -> list[str]:
-    """Rank 0 gives another tensor; every rank hears it, and after a reset all goes on."""
-    rank, told = dist.get_rank(), list[str]()
-    x, w = on_gpu(rank, seed, ROWS, K), on_gpu(0, seed, K, N)
-    with prepared("gather_matmul", x, graph=graph) as executor:
-        executor.run([x, w])
-        executor.synchronize()
-        dist.barrier()
-        try:
-            executor.run([x.clone() if rank == 0 else x, w])
-            executor.synchronize()
-            told.append("nothing")
-        except InterlaceError as error:
-            told.append(f"{type(error).__name__}: {error}")
-        executor.reset()
-        (y,) = executor.run([x, w])
-        executor.synchronize()
-        told.append("equal" if torch.equal(y, whole(seed, "cuda") @ w) else "differs")
-    return told
-
-
-@pytest.mark.parametrize("graph", [False, True], ids=["streams", "graph"])
-def test_another_tensor_stops_all_ranks_until_a_reset(gpus: Ranks, graph: bool, seed: int) -> None:
-    first, *others = gpus.run(give_another, seed, graph, timeout_s=90, replace=True)
-    assert first[0].startswith("ExecutorError: input 0 ('x') of gather_matmul is registered")
-    for told in others:
-        assert told[0].startswith("PeerError")
-        # The first name of these ranks stands in messages: `dp`, if other tests came before.
-        assert re.search(r"rank 0 of team (tp|dp) stopped: input 0 \('x'\)", told[0])
-    assert {told[1] for told in (first, *others)} == {"equal"}
-
-
-def of_another_kind(where: str) -> str:
+def in_an_expandable_segment() -> str:
     """Rank 0's tensor lies where no peer can reach it."""
     x = torch.zeros(ROWS, K, device="cuda")
-    if dist.get_rank() == 0 and where == "expandable":
+    if dist.get_rank() == 0:
         torch.cuda.empty_cache()
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
         try:
             x = torch.zeros(1 << 24, device="cuda")[: ROWS * K].view(ROWS, K)
         finally:
             torch.cuda.memory._set_allocator_settings("expandable_segments:False")
-    if dist.get_rank() == 0 and where == "cpu":
-        x = x.cpu()
-    with pytest.raises(InterlaceError) as caught:
+    with pytest.raises(BackendError) as caught:
         prepared("gather_matmul", x)
-    if where == "expandable":
-        assert isinstance(caught.value, BackendError)
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("where", "said"), [("cpu", "is on cpu"), ("expandable", "expandable_segments:False")]
-)
-def test_memory_that_cannot_be_shared(gpus: Ranks, where: str, said: str) -> None:
-    for told in gpus.run(of_another_kind, where, timeout_s=60, replace=True):
-        assert said in told
+def test_memory_that_cannot_be_shared(gpus: Ranks) -> None:
+    for told in gpus.run(in_an_expandable_segment, timeout_s=60, replace=True):
+        assert "expandable_segments:False" in told
