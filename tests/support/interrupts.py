@@ -23,14 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
+from tests.frontend.models import feed_forward
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 import interlace
 from interlace.nn.functional import all_gather_linear, linear_reduce_scatter
@@ -88,14 +82,8 @@ def functional_step(seed: int, **options: Any) -> Step:
 
 
 def compiled_step(seed: int, **options: Any) -> Step:
+    model = feed_forward(32, Shard(0), Shard(0))
     torch.manual_seed(seed)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    mlp = nn.Sequential(nn.Linear(32, 96), nn.ReLU(), nn.Linear(96, 32))
-    plan = {
-        "0": ColwiseParallel(input_layouts=Shard(0)),
-        "2": RowwiseParallel(output_layouts=Shard(0)),
-    }
-    model = parallelize_module(mlp, mesh, plan)
     backend = {"backend": "interlace", "options": {"timeout_s": LIMIT_S, **options}}
     compiled: Any = torch.compile(model, **backend)
     x = torch.randn(12, 32).chunk(dist.get_world_size())[dist.get_rank()].clone()
