@@ -6,6 +6,7 @@ Who may import whom is written once, in pyproject.toml (`[tool.importlinter]`, r
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +22,6 @@ FILES = {
     for package in PACKAGES
     for path in sorted((SOURCE / package).rglob("*.py"))
 }
-TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
-
 WITHOUT_TORCH = (
     "interlace.ir",
     "interlace.verify",
@@ -52,6 +51,12 @@ PICKLING_CALLS = {
     "send_object_list",
     "recv_object_list",
 }
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Each file, parsed once."""
+    return {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
@@ -105,14 +110,14 @@ def test_imports_touch_no_cuda_and_a_run_loads_no_page_and_nothing_that_checks_o
 
 def test_files_say_what_they_are() -> None:
     """A module docstring says what, why, with an example."""
-    assert not [name for name, tree in TREES.items() if not ast.get_docstring(tree)]
+    assert not [name for name, tree in trees().items() if not ast.get_docstring(tree)]
 
 
 def test_docstrings_say_what_a_thing_is_or_does() -> None:
     """The first word is a noun or a verb of the field: "True if ...", not "Whether ..."."""
     told = [
         f"{name}:{node.lineno}: {node.value.value.split(maxsplit=1)[0]}"
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
@@ -124,7 +129,7 @@ def test_docstrings_say_what_a_thing_is_or_does() -> None:
 
 def test_files_keep_the_rules() -> None:
     """No pickle, no environment variable as an option, no state that a function rebinds."""
-    breaches = [told for name, tree in TREES.items() for told in find_breaches(tree, name)]
+    breaches = [told for name, tree in trees().items() for told in find_breaches(tree, name)]
     assert not breaches, "\n".join(breaches)
 
 
@@ -148,7 +153,7 @@ def test_each_rule_fires(code: str, told: str) -> None:
 def test_allow_list_is_in_use() -> None:
     """An entry that is needed no longer goes."""
     for name in ENVIRONMENT_READERS:
-        found = find_breaches(TREES[name], "made_up.py")
+        found = find_breaches(trees()[name], "made_up.py")
         assert any("environment" in breach for breach in found), name
 
 
