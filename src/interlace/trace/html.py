@@ -3,8 +3,8 @@
 The head says what overlap gained. Below it stand the timelines, measured before predicted: rows are
 ranks x streams, the schedule that a run is compared with above its own on one time scale; a colour
 is a site, and exposed communication is marked. The page zooms, pans, searches, shows an op's text
-under the pointer, and has the Programs' text, the sites, the overlap figures and the memory at
-its peak beside it.
+under the pointer, and has the Programs' text, the sites, the overlap figures and a picture of the
+memory beside it.
 
     write_page([Run((executor.program,), simulated, executor.timeline())], "step.html")
 
@@ -25,11 +25,12 @@ from pathlib import Path
 from string import Template
 
 from interlace.cost.memory import HEADINGS as MODULES
-from interlace.cost.memory import run_memory
+from interlace.cost.memory import IN_WORDS, KINDS
 from interlace.cost.timeline import Figures
 from interlace.ir import Program
 from interlace.ir.text.printer import print_lines
 from interlace.trace.figures import HEADINGS, milliseconds, percent
+from interlace.trace.memory import memory_figures
 from interlace.trace.page_data import COLOURS, PageSite, numbered, page_data, site_groups
 from interlace.trace.summary import Totals, head_totals, overlap_rows, site_headings, site_rows
 from interlace.trace.tracks import Run, write_whole
@@ -160,19 +161,22 @@ def _sites(runs: Sequence[Run], shades: Mapping[PageSite, int]) -> str:
 
 
 def _memory(runs: Sequence[Run]) -> str:
-    """The memory of each run in a line, and what is alive at its peak."""
-    found = ""
-    for run in runs:
-        if run.programs:
-            memory, name = run_memory(run.programs), run.name or run.programs[0].name
-            found += f"<h3>{escape(name)} · {escape(memory.line())}</h3>"
-            found += f'<div class="wide">{_table(MODULES, memory.rows())}</div>'
-    said = f'<p class="soft">{MEMORY_SAID}</p>'
+    """A picture of each run's memory, and what is alive at its peak."""
+    found = "".join(
+        f"<h3>{escape(name)} · {escape(memory.line())}</h3>{picture}"
+        f'<div class="wide">{_table(MODULES, memory.rows())}</div>'
+        for name, memory, picture in memory_figures(runs)
+    )
+    keys = " ".join(
+        f'<span><i class="key {kind}"></i>{words}</span>'
+        for kind, words in zip(KINDS, IN_WORDS, strict=True)
+    )
+    said = f'<p class="soft">{MEMORY_SAID}</p><p class="hint">{keys}</p>'
     return f'<div id="memory"><h2>Memory</h2>{said}{found}</div>' if found else ""
 
 
 MEMORY_SAID = """Counted from the Program, op by op in the order of its list, on the rank that \
-takes most; inputs that stay the caller's are left out. The tables list the peak."""
+takes most; inputs that stay the caller's are left out. The tables list what is alive then."""
 SITES_SAID = """<p class="soft">Serial and predicted are the cost model's, of the site alone. \
 Measured is from the first start of a site's computation and communication to the last end, on its \
 slowest rank; ops of other sites may run between.</p>"""
