@@ -89,7 +89,7 @@ def test_imports_touch_no_cuda_and_a_run_loads_no_page_and_nothing_that_checks_o
         "torch.cuda._lazy_init = torch.cuda.init = refuse\n"
         "torch.cuda.is_available = torch.cuda.device_count = refuse\n"
         "import interlace.frontend.explain, interlace.frontend.schedules, interlace.runtime\n"
-        "rest = ('interlace.trace.html', 'interlace_')\n"
+        "rest = ('interlace.trace.html', 'interlace.trace.perfetto', 'interlace_')\n"
         "print([name for name in sys.modules if name.startswith(rest)])\n"
         f"packages = [importlib.import_module(name) for name in {PACKAGES}]\n"
         "names = [module.name for package in packages\n"

@@ -45,7 +45,6 @@ GONE = {
         f"bench layer --{option}": "`--small` and `--large` choose the sizes"
         for option in ("dim", "hidden", "heads", "prefill", "decode", "cached", "dtype")
     },
-    "simulate --perfetto": "`--html` draws the timeline, and `--out` writes its data",
     "run --inputs": "`interlace.Executor` runs a schedule on tensors of your own",
     "bench transformer --simulate": "`interlace simulate FILE` predicts an exported schedule",
     "calibrate --from": "leave it out: what `auto` chooses by is measured where it runs",

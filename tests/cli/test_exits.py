@@ -116,15 +116,15 @@ def test_names_reach_no_terminal_as_they_are(line: str, odd: str) -> None:
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", out + err)
 
 
-def test_pages_of_odd_names(tmp_path: Path) -> None:
-    page = str(tmp_path / "p.html")
+def test_pages_and_traces_of_odd_names(tmp_path: Path) -> None:
+    page, trace = (str(tmp_path / name) for name in ("p.html", "t.json"))
     text = ODD.format(odd="\\ud800")
     assert run("show", "--html", page, text=text)[0] == 0
-    assert run("simulate", "--html", page, text=text)[0] == 0
+    assert run("simulate", "--html", page, "--perfetto", trace, text=text)[0] == 0
     assert "\\ud800" in Path(page).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("option", ["--html", "--out"])
+@pytest.mark.parametrize("option", ["--html", "--perfetto", "--out"])
 def test_a_file_that_cannot_be_written_is_an_error(option: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     code, _, err = run("simulate", option, str(tmp_path / "file" / "page"), text=SOUND)

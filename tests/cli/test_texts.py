@@ -67,11 +67,12 @@ def test_simulate_prints_the_figures(sound: str) -> None:
     ]
 
 
-def test_simulate_writes_timeline_and_page(sound: str, tmp_path: Path) -> None:
-    out, page = (tmp_path / name for name in ("t.json", "t.html"))
-    run("simulate", sound, "-o", str(out), "--html", str(page))
+def test_simulate_writes_timeline_page_and_trace(sound: str, tmp_path: Path) -> None:
+    out, page, trace = (tmp_path / name for name in ("t.json", "t.html", "t.pftrace"))
+    run("simulate", sound, "-o", str(out), "--html", str(page), "--perfetto", str(trace))
     timeline = Timeline.from_json(out.read_text())
     assert timeline.ranks == (0, 1)
+    assert json.loads(trace.read_text())["traceEvents"]
     assert "<!doctype html>" in page.read_text()
     figures = json.loads(run("simulate", sound, "--json"))["figures"]
     assert figures[0]["makespan_s"] == timeline.figures(0).makespan_s

@@ -1,4 +1,4 @@
-"""The files that commands write of runs: a page, a timeline as data.
+"""The files that commands write of runs: a page, a trace, a timeline as data.
 
 check_places(html, out)                         # before long work
 written = write_files(runs, html=html, facts=[("machine", machine.name)])
@@ -32,11 +32,12 @@ def write_files(
     runs: Sequence[Run],
     *,
     html: Path | None = None,
+    perfetto: Path | None = None,
     out: Path | None = None,
     facts: Sequence[tuple[str, str]] = (),
 ) -> list[Path]:
     """Writes what is wanted of these runs and gives the paths; `out` has the first timeline."""
-    from interlace.trace import write_page
+    from interlace.trace import write_page, write_perfetto
     from interlace.trace.tracks import write_whole
 
     written: list[Path] = []
@@ -44,6 +45,8 @@ def write_files(
         written.append(write_whole(out, runs[0].timelines[0].to_json() + "\n"))
     if html is not None:
         written.append(write_page(runs, html, facts=facts))
+    if perfetto is not None:
+        written.append(write_perfetto(runs, perfetto))
     return written
 
 

@@ -170,6 +170,9 @@ def simulate(
         typer.Option(help="Ranks of a host, counted from rank 0. Predicts by symmetry."),
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write the timeline as a page.")] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="Write it as a trace for ui.perfetto.dev.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="Write the timeline as JSON.")
     ] = None,
@@ -209,7 +212,7 @@ def simulate(
     timeline = prediction.timeline if prediction else simulated(programs, machine)
     took_s = time.perf_counter() - begun
     runs, facts = [Run(tuple(programs), timeline)], [("machine", machine.name)]
-    written = write_files(runs, html=html, out=out, facts=facts)
+    written = write_files(runs, html=html, perfetto=perfetto, out=out, facts=facts)
     verdict = "unchecked" if report is None else "sound" if report.sound else "unsound"
     title = f"predicted for machine {machine.name!r}"
     if json:

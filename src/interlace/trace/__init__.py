@@ -1,5 +1,6 @@
 """Timelines, predicted and measured, for people to look at.
 
+perfetto.py   a trace for Perfetto, with arrows between ops that order each other
 html.py       one self-contained page: the gain, rows, text, sites, overlap (its parts: page/)
 page_data.py  what the page's script reads
 memory.py     the memory of a run as a picture
@@ -10,19 +11,20 @@ tracks.py     runs, what stands in one row, the arrows, and how files are writte
     plain = Run((serial,), simulate(serial), label="serial")
     runs = [Run((executor.program,), simulated, executor.timeline(), before=plain)]
     write_page(runs, "step.html")
+    write_perfetto(runs, "step.json")
 
-A run loads no page: the names of html.py are imported when used.
+A run loads neither page nor trace: the names of html.py and perfetto.py are imported when used.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from interlace.errors import OptionError
 from interlace.trace.figures import figures_json, figures_rows, figures_text
 from interlace.trace.tracks import Arrow, Run, Track, arrows, tracks
 
 if TYPE_CHECKING:
     from interlace.trace.html import html_page, write_page
+    from interlace.trace.perfetto import write_perfetto
 
 __all__ = [
     "Arrow",
@@ -35,14 +37,13 @@ __all__ = [
     "html_page",
     "tracks",
     "write_page",
+    "write_perfetto",
 ]
 
-_PAGE = ("html_page", "write_page")
+_LAZY = {"html_page": "html", "write_page": "html", "write_perfetto": "perfetto"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PAGE:
-        return getattr(import_module(f"{__name__}.html"), name)
-    if name == "write_perfetto":
-        raise OptionError("write_perfetto went. fix: write_page, or Timeline.to_json for the data")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
