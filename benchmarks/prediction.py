@@ -30,11 +30,11 @@ from interlace.options import Options
 from interlace.passes import lower
 from interlace.runtime import Executor
 from interlace.trace.figures import text_table
-from interlace_bench.calibration import calibrate_work
+from interlace_bench.interconnect import calibrate_work
 from interlace_bench.links import timed
 from interlace_bench.ranks import here
 from interlace_bench.rows import append, facts
-from interlace_bench.settings import CalibrationSettings
+from interlace_bench.settings import CalibrationSettings, InterconnectSettings
 
 LAYOUTS = ((1, 2), (1, 4), (2, 1), (2, 2))
 SMALLER = {(1, 4): (1, 2), (2, 2): (2, 1)}
@@ -89,8 +89,8 @@ def placed(program: Program, hosts: int, each: int) -> Program:
 def calibrated(folder: str, most: int) -> None:
     """On each rank: measures links and matmuls; rank 0 writes the file."""
     ranks = here(torch.device("cpu"))
-    path = f"{folder}/machine.json"
-    settings = CalibrationSettings(most=str(most), file=path, dtypes=("f32",))
+    links, path = InterconnectSettings(most=str(most)), f"{folder}/machine.json"
+    settings = CalibrationSettings(links=links, file=path, dtypes=("f32",))
     calibrate_work(settings, ranks, lambda event: None)
 
 

@@ -37,10 +37,21 @@ GONE = {
     "doctor --timeout": "leave it out: doctor looks at its own host, and waits for nobody",
     "explain --html": "`interlace simulate FILE --html PAGE` draws a schedule",
     "bench transformer --profile": "`interlace.export`, then `interlace simulate --html`",
-    "bench interconnect": "`interlace calibrate` measures links and collectives",
+    "bench interconnect --calibration": "`interlace calibrate` writes such a file",
+    "bench interconnect --plot": "the rows are in a CSV file",
+    "bench interconnect --no-plot": "leave it out: nothing is drawn",
     "show --program": "`interlace run FILE --html PAGE` draws what it measured",
+    "bench interconnect --calibrate": "`interlace calibrate` writes such a file",
     "bench overlap --graphs": "leave it out: CUDA graphs are timed too",
     "bench overlap --no-graphs": "leave it out: CUDA graphs are timed too",
+    **{
+        f"bench interconnect --{option}": "leave it out: all is measured"
+        for option in ("least", "dtype", "links", "collectives", "compute")
+    },
+    **{
+        f"bench interconnect --no-{option}": "leave it out: all is measured"
+        for option in ("links", "collectives", "compute", "calibrate")
+    },
     **{
         f"bench layer --{option}": "`--small` and `--large` choose the sizes"
         for option in ("dim", "hidden", "heads", "prefill", "decode", "cached", "dtype")
@@ -52,7 +63,7 @@ GONE = {
     "calibrate --preset": "`--shapes` chooses the sites",
     **{
         f"bench {name} --name": "the file has the benchmark's name; `--out` chooses its folder"
-        for name in ("overlap", "layer", "transformer", "kernels", "optimizer")
+        for name in ("interconnect", "overlap", "layer", "transformer", "kernels", "optimizer")
     },
     **{
         f"bench optimizer --{option}": "`--model` chooses the sizes"

@@ -1,4 +1,4 @@
-"""Benchmarks: what overlap gains, and its roof; and what a machine is calibrated by.
+"""Benchmarks: what the links do, what overlap gains, and the roof of both, measured alike.
 
 settings.py      settings of every benchmark, which are its command's options
 commands/        `interlace run`, `calibrate` and `bench`, a row of one table for each benchmark
@@ -8,7 +8,7 @@ rows.py          rows of CSV, and what a row says of the machine: commit, versio
 bars.py          the bars that rows must clear
 links.py         copies between ranks, messages, collectives
 device.py        what calibration wants to know of one device alone
-calibration.py   what `interlace calibrate` measures
+interconnect.py  `interlace bench interconnect`, and what `interlace calibrate` measures
 measured_sites.py  rows of `overlap` as the measured sites of a calibration
 sites.py         AG+GEMM, GEMM+RS and GEMM+AR: Program, inputs, reference
 candidates.py    the variants that compute a site: ours, and what both are compared with

@@ -1,5 +1,7 @@
 """Samples, single figures that a benchmark measured, and `fit`, which makes a Machine of them.
 
+A sample is also a row of `interlace bench interconnect`.
+
     >>> samples = [Sample(kind="gemm", dtype="bf16", shape=(8192, 8192, 8192), seconds=1.4e-3)]
     >>> fit(samples, default_machine("cuda")).name
     'calibrated'
@@ -87,6 +89,20 @@ class Sample:
         each = self.ranks // self.hosts
         whole = interface_bytes(self.kind, self.nbytes, (each,) * self.hosts, shared)
         return whole * each if self.kind == "send" and shared else whole
+
+    @property
+    def row(self) -> dict[str, object]:
+        """A transfer as a row; `world` is the ranks that took part: inside a host those there. The
+        time of the pattern `all` is that of copies to all others."""
+        copies = self.ranks - 1 if self.pattern == "all" else 1
+        known = ("kind", "backend", "protocol", "pattern", "nbytes")
+        return {
+            **{name: getattr(self, name) for name in known},
+            "world": self.ranks,
+            "us": copies * self.seconds * 1e6,
+            "gbs": (self.link_bytes or math.nan) / self.seconds / 1e9,
+            "error": self.error,
+        }
 
 
 def fit(

@@ -249,17 +249,19 @@ def best_copy(ranks: Ranks, sizes: Sequence[int] = ROOF_SIZES) -> Sample | None:
 # -- collectives --------------------------------------------------------------------------------
 
 
-def backends(ranks: Ranks) -> list[str]:
-    """The backends that serve this device."""
+def backends(ranks: Ranks) -> tuple[list[str], dict[str, str]]:
+    """The backends that serve this device, and why the others do not."""
     there: list[str] = []
+    absent: dict[str, str] = {}
     for name in BACKENDS:
         try:
             require_backend(name)
-        except BackendError:
-            continue
-        if name != "nccl" or ranks.cuda:
+            if name == "nccl" and not ranks.cuda:
+                raise BackendError("NCCL moves tensors of GPUs alone")
             there.append(name)
-    return there
+        except BackendError as error:
+            absent[name] = str(error)
+    return there, absent
 
 
 def collective_program(kind: str, backend: str, world: int, elements: int) -> Program:
@@ -280,7 +282,7 @@ def measure_collectives(
     ranks: Ranks, sizes: Sequence[int], step: Callable[[str], None]
 ) -> Iterator[Sample]:
     """Every kind of every backend over the sizes."""
-    there = backends(ranks)
+    there = backends(ranks)[0]
     inside = ranks.within()
     for team in [inside] * (inside.size > 1) + [ranks] * bool(ranks.hosts):
         for backend, kind in itertools.product(there, KINDS):

@@ -100,6 +100,19 @@ class RaceSettings(BenchSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InterconnectSettings(BenchSettings):
+    """Sizes of messages."""
+
+    name = "interconnect"
+    most: Annotated[str, typer.Option(help="Largest; default: 1GiB on GPUs, 16MiB on CPUs.")] = ""
+    world: World = None
+
+    def __post_init__(self) -> None:
+        if self.most:
+            nbytes(self.most)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapSettings(RaceSettings):
     """Sites."""
 
@@ -214,8 +227,7 @@ class CalibrationSettings(BenchSettings):
     """Settings of `interlace calibrate`: for links, matmuls and copies, and for sites."""
 
     name = "calibrate"
-    most: str = ""
-    """Largest message; by default 256MiB on GPUs, 4MiB on CPUs."""
+    links: InterconnectSettings = InterconnectSettings()
     sites: OverlapSettings | None = None
     file: str
     """Path of the file that is written, on the first rank of every host."""

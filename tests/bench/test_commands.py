@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -75,6 +76,22 @@ def test_overlap_under_torchrun(tmp_path: Path) -> None:
     assert "bar" in done.stdout
 
 
+def test_interconnect(tmp_path: Path) -> None:
+    given = ("--device", "cpu", "--most", "4KiB", "--json", "--out", str(tmp_path))
+    done = bench_here("interconnect", *given)
+    report = json.loads(done.stdout)
+    kinds = {(row["kind"], row["backend"]) for row in report["rows"]}
+    assert {("get", "peer"), ("put", "peer"), ("send", "gloo")} <= kinds
+    for backend in ("gloo", "peer"):
+        for kind in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
+            assert (kind, backend) in kinds
+    assert {row["pattern"] for row in report["rows"]} == {"ring", "team"}
+    assert not [row["error"] for row in report["rows"] if row["error"]]
+    assert all(row["us"] > 0 for row in report["rows"])
+    assert {"nccl", "ucc"} >= set(report["absent"])
+    assert len(read(tmp_path / "interconnect.csv")) == len(report["rows"])
+
+
 def layer(ways: str) -> Any:
     """The report of `bench layer` on this rank."""
     settings = LayerSettings(only=ways, seconds=4)
@@ -104,7 +121,7 @@ def test_layer(pool: Pool, ways: str) -> None:
         (("overlap", "--device", "cpu", "--only", "magic"), "--only magic"),
         (("overlap", "--device", "cpu", "--world", "1"), "needs two"),
         (("overlap", "--device", "tpu"), "Invalid value for '--device'"),
-        (("interconnect", "--most", "4KiB"), "bench interconnect went"),
+        (("interconnect", "--device", "cpu", "--most", "4XB"), "'4XB' is no size"),
         (("layer", "--device", "cpu", "--only", "magic"), "--only magic"),
     ],
 )

@@ -148,7 +148,7 @@ def test_a_benchmark_looks_first_whether_it_can_write(
 
     monkeypatch.setattr("interlace_bench.ranks.run", ran)
     (tmp_path / "file").write_text("")
-    for line in ("bench overlap --device cpu --out", "calibrate --device cpu --out"):
+    for line in ("bench interconnect --device cpu --out", "calibrate --device cpu --out"):
         code, out, err = invoke(*line.split(), str(tmp_path / "file" / "x"))
         assert code == 2, out
         assert "InterlaceError: cannot write in" in err

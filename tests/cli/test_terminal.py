@@ -20,7 +20,7 @@ from interlace.demo.plan import TrainingPlan
 from interlace.strategies import StrategyName, names
 
 COMMANDS = ["", "demo", "run", "check", "opt", "show", "simulate", "explain", "calibrate", "doctor"]
-BENCHES = ["overlap", "layer", "transformer", "kernels", "optimizer"]
+BENCHES = ["interconnect", "overlap", "layer", "transformer", "kernels", "optimizer"]
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "bench", *(f"bench {name}" for name in BENCHES)])

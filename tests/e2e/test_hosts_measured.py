@@ -13,9 +13,9 @@ from tests.support.hosts import Hosts, HostsPool, NoHosts
 from interlace.cost import Machine, default_machine
 from interlace.ir.ops import KINDS
 from interlace_bench import links
-from interlace_bench.calibration import calibrate_work
+from interlace_bench.interconnect import calibrate_work
 from interlace_bench.ranks import here
-from interlace_bench.settings import CalibrationSettings
+from interlace_bench.settings import CalibrationSettings, InterconnectSettings
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -38,7 +38,8 @@ def measured(
     """The ranks by host, and the file that this rank's host calibrates by."""
     ranks = here(torch.device("cpu"))
     path = f"{folder}/{ranks.me}.json"
-    settings = CalibrationSettings(most=str(most), file=path, dtypes=("f32",))
+    sizes = InterconnectSettings(most=str(most))
+    settings = CalibrationSettings(links=sizes, file=path, dtypes=("f32",))
     with mock.patch.object(links, "KINDS", kinds):
         report = calibrate_work(settings, ranks, lambda event: None)
     return ranks.hosts, path if report else ""

@@ -4,7 +4,7 @@ $ interlace doctor
 $ interlace doctor --json | jq '.checks[] | select(.state != "ok")'
 
 It looks at this host alone; of a job on several, run it on each. How fast the links are,
-`interlace calibrate` measures.
+`interlace bench interconnect` measures.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ from interlace.errors import CalibrationError
 from interlace_bench.settings import (
     STRATEGIES,
     CalibrationSettings,
+    InterconnectSettings,
     OverlapSettings,
     Shapes,
     Verbose,
     World,
-    nbytes,
     words,
 )
 
@@ -65,14 +65,13 @@ def calibrate(
     """
     check_places(out)
     from interlace.cost import Machine, default_machine
-    from interlace_bench.calibration import calibrate_work
+    from interlace_bench.interconnect import calibrate_work
     from interlace_bench.ranks import pick_device, run, several_hosts
 
     kind = pick_device(device)
     cuda = kind == "cuda"
     dtypes = words(dtype or ("bf16" if cuda else "f32"))
-    if most:
-        nbytes(most)
+    links = InterconnectSettings(most=most or ("256MiB" if cuda else "4MiB"))
     sites = OverlapSettings(
         preset="bars" if cuda else "cpu",
         shapes=shapes,
@@ -86,7 +85,7 @@ def calibrate(
             device=kind,
             timeout=timeout,
             verbose=verbose,
-            most=most,
+            links=links,
             sites=None if several_hosts() else sites,
             file=f"{folder}/machine.json",
             dtypes=tuple(dtypes),

@@ -1,8 +1,9 @@
-"""`interlace bench`: overlapped sites, layers, kernels and optimizers, here and now.
+"""`interlace bench`: links, overlapped sites, layers, kernels and optimizers, here and now.
 
 $ interlace bench overlap --preset bars --check                  # starts a rank for each GPU
 $ torchrun --nproc-per-node 4 -m interlace bench overlap         # takes torchrun's
 $ interlace bench overlap --device cpu --preset tiny --dtype f32 --out /tmp/rows
+$ interlace bench interconnect --device cpu --most 1MiB
 $ interlace bench layer --device cpu --only eager,interlace
 $ interlace bench kernels --device cpu --only adam,host --out /tmp/rows
 $ interlace bench optimizer --device cpu
@@ -51,6 +52,15 @@ class Benchmark:
 
 
 BENCHMARKS = (
+    Benchmark(
+        settings=of.InterconnectSettings,
+        module="interconnect",
+        help="Measure copies between ranks, and every collective of every backend, by size.",
+        columns="""
+        kind: {kind} | who: {pattern} | bytes: {nbytes} | backend: {backend} |
+        by: {protocol} | us: {us:.1f} | GB/s: {gbs:.3g}""",
+        place="{kind} {backend} {pattern} {nbytes}",
+    ),
     Benchmark(
         settings=of.OverlapSettings,
         module="overlap",
@@ -173,7 +183,7 @@ def conclude(benchmark: Benchmark, settings: of.BenchSettings) -> None:
     from interlace_bench.rows import plain
 
     rows, headline = report["rows"], report.pop("headline", "")
-    shown = [row for row in rows if not row["error"]]
+    shown = [row for row in report.pop("shown", rows) if not row["error"]]
     verdicts = bars.judge(settings.name, rows) if getattr(settings, "check", False) else []
     if settings.json:
         print_json({"schema": 1, **plain(report), "bars": [item.to_json() for item in verdicts]})
@@ -189,6 +199,8 @@ def conclude(benchmark: Benchmark, settings: of.BenchSettings) -> None:
             say(f"  {benchmark.place.format_map(row)}: {row['error']}")
         if report.get("skipped"):
             say(f"no time left for: {'; '.join(report['skipped'])}")
+        for name, why in report.get("absent", {}).items():
+            say(f"{name} is absent: {why}")
         if verdicts:
             _show_bars(verdicts)
         elif getattr(settings, "check", False):
@@ -220,7 +232,7 @@ def _show_bars(verdicts: Sequence[BarVerdict]) -> None:
 bench = typer.Typer(
     name="bench",
     no_args_is_help=True,
-    help="Measure overlapped sites, layers, kernels and optimizers, here and now.",
+    help="Measure links, overlapped sites, layers, kernels and optimizers, here and now.",
 )
 for each in BENCHMARKS:
     bench.command(no_args_is_help=False)(command_of(each))
