@@ -27,7 +27,6 @@ from interlace.passes.pipeline import (
     lowering,
     parse_pipeline,
     run_pipeline,
-    spell,
 )
 
 __all__ = [
@@ -38,5 +37,4 @@ __all__ = [
     "lowering",
     "parse_pipeline",
     "run_pipeline",
-    "spell",
 ]
