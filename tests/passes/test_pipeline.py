@@ -96,7 +96,7 @@ def test_what_is_written_by_hand_is_left(overlap: bool) -> None:
 @pytest.mark.parametrize(
     ("params", "op", "message"),
     [
-        ("x: f32[4].registered(tp)", "barrier(team=tp)", "'x' is registered"),
+        ("x: f32[4].registered(tp)", "copy(x, y)", "'x' is registered"),
         ("x: f32[4]", "notify(done, to=0)", "names a rank by number"),
     ],
 )
