@@ -325,9 +325,7 @@ def _teams(program: Program, overlaps: Overlaps, touched: Touched) -> dict[str, 
                 buffer = shared.get(access.view.buffer)
                 if buffer is not None and buffer.team is not None:
                     if buffer.registered:
-                        why = (
-                            f"{buffer.name!r} is registered: passes do not see its caller"
-                        )
+                        why = f"{buffer.name!r} is registered: passes do not see its caller"
                         raise _by_hand(program, why)
                     _refuse_number(program, op, access.peer)
                     team, peer = teams[buffer.team], access.peer
