@@ -8,7 +8,7 @@ from tests.passes.samples import KINDS
 from interlace.errors import PassError, SoundnessError
 from interlace.ir import parse
 from interlace.options import Options, Regions
-from interlace.passes import PASSES, Pass, lower, parse_pipeline, run_pipeline
+from interlace.passes import PASSES, Pass, lower, parse_pipeline, run_pipeline, spell
 from interlace.passes.decompose import Decompose
 from interlace.passes.pipeline import lowering
 
@@ -18,12 +18,14 @@ def test_every_pass_is_found_by_name(name: str) -> None:
     (made,) = parse_pipeline(name)
     assert isinstance(made, Pass)
     assert made.name == name
+    assert spell(made) == name
 
 
-def test_options_are_read() -> None:
+def test_options_are_read_and_spelled_back() -> None:
     text = "decompose{strategy=peer,protocol=put,chunks=3,sites=[1,4]},schedule"
-    first, _ = parse_pipeline(text)
+    first, second = parse_pipeline(text)
     assert first == Decompose("peer", "put", 3, (1, 4))
+    assert ",".join(map(spell, (first, second))) == text
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def opt(
     """Run passes on a schedule and print its text after each of them."""
     from interlace.ir import print_set
     from interlace.options import Options
-    from interlace.passes import lowering, parse_pipeline, run_pipeline
+    from interlace.passes import lowering, parse_pipeline, run_pipeline, spell
 
     programs = read_programs(file)
     machine = read_machine(calibration)
@@ -67,7 +67,7 @@ def opt(
     results: list[Program] = []
 
     def note(item: Pass, made: Program) -> None:
-        texts.append((made.name, item.name, print_set([made])))
+        texts.append((made.name, spell(item), print_set([made])))
 
     alone = check and len(programs) == 1
     for program in programs:

@@ -27,6 +27,7 @@ from interlace.passes.pipeline import (
     lowering,
     parse_pipeline,
     run_pipeline,
+    spell,
 )
 
 __all__ = [
@@ -37,4 +38,5 @@ __all__ = [
     "lowering",
     "parse_pipeline",
     "run_pipeline",
+    "spell",
 ]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 from interlace.cost import Machine
 from interlace.cost.choose import Estimate
@@ -192,6 +192,26 @@ def candidates(
         for item in analysis.found
         if (number := marked.ops[item.collective].site) is not None and item.site is not None
     }
+
+
+def spell(item: Pass) -> str:
+    """The pass as pipeline text: its name, and in braces the options that are not the default."""
+    given: list[str] = []
+    for field in dataclasses.fields(item):
+        value = getattr(item, field.name)
+        if value != field.default and field.metadata.get("text", True):
+            given.append(f"{field.name}={spell_value(value)}")
+    return f"{item.name}{{{','.join(given)}}}" if given else item.name
+
+
+def spell_value(value: object) -> str:
+    """An option's value as pipeline text."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        values = cast("tuple[object, ...]", value)
+        return f"[{','.join(map(spell_value, values))}]"
+    return "none" if value is None else str(value)
 
 
 def _make(node: ast.expr, machine: Machine | None) -> Pass:
