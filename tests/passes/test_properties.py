@@ -23,7 +23,7 @@ COUNT = 60
 def scheduled(program: Program, rng: random.Random) -> Program:
     """The Program after the passes of this room, with options that vary."""
     window = rng.choice((1, 3, 8, 64))
-    passes = [Schedule(window=window), PlanMemory(reuse=rng.random() < 0.9), InsertSync()]
+    passes = [Schedule(window=window), PlanMemory(), InsertSync()]
     if rng.random() < 0.5:
         passes.insert(0, FormRegions())
     for item in passes:

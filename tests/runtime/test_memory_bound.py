@@ -38,7 +38,7 @@ def drawn(rng: random.Random) -> tuple[Program, list[torch.Tensor]]:
         program, (inputs,) = serial_program(rng, 1, rng.randrange(2, 14), fences=False)
         freed = [b.name for b in program.params if b.kind == "input" and rng.random() < 0.6]
         ops = (*program.ops, *(Free(buffer=name) for name in freed))
-        return PlanMemory(reuse=rng.random() < 0.8).run(program.replace(ops=ops)), inputs
+        return PlanMemory().run(program.replace(ops=ops)), inputs
     while True:
         with contextlib.suppress(ProgramError):  # a chunk that one rank does not have
             text = str(Draw(rng, size=1).program(num_steps=rng.randrange(2, 12)))

@@ -49,7 +49,7 @@ class Decompose:
     """The sites to work on; None: all."""
     machine: Machine | None = field(default=None, metadata={"text": False})
     amid: tuple[str, ...] = field(default=(), metadata={"text": False})
-    """What sites are given instead (`copies`, `serial`) where the whole schedule ends sooner so."""
+    """Strategies (`copies`, `serial`) that sites get where the whole schedule ends sooner so."""
     later: tuple[LaterPass, ...] = field(default=(), metadata={"text": False})
     """The passes behind this one and before `fuse`, which make the whole schedule."""
 

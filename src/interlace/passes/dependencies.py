@@ -35,6 +35,7 @@ from interlace.ir import (
     Access,
     Buffer,
     Collective,
+    Index,
     Op,
     Others,
     Program,
@@ -58,7 +59,6 @@ def dependencies(program: Program, listed: bool = True, touched: Touched | None 
     """
     edges: Edges = [set() for _ in program.ops]
     touched = touched or touched_by(program)
-    _refuse_by_hand(program, touched)
     overlaps = Overlaps(program, touched)
     _data_edges(program, overlaps, touched, edges)
     _storage_edges(overlaps, touched, edges)
@@ -76,25 +76,6 @@ def dependencies(program: Program, listed: bool = True, touched: Touched | None 
         for one, other in pairwise(met):
             kept[other].add(one)
     return tuple(tuple(sorted(earlier)) for earlier in edges)
-
-
-def _refuse_by_hand(program: Program, touched: Touched) -> None:
-    fix = "fix: leave such a Program as it is written"
-    for buffer in program.params:
-        if buffer.registered:
-            raise PassError(
-                f"{program.name}: {buffer.name!r} is registered: passes do not see what orders its "
-                f"caller with peers. {fix}"
-            )
-    for op, (reads, writes) in zip(program.ops, touched, strict=True):
-        ordering = op.ordering()
-        level = ordering.raises or ordering.expects
-        ends = (*reads, *writes) if level is None else (level,)
-        if any(isinstance(end.peer, int) for end in ends):
-            raise PassError(
-                f"{program.name}: {op} names a rank by number, and all ranks run one list: passes "
-                f"take peers at a distance from tp.rank. {fix}"
-            )
 
 
 def followers(before: Sequence[Iterable[int]]) -> Before:
@@ -312,6 +293,17 @@ def _signal_edges(
                         _order(program, name, team, x, y, edges, meetings)
 
 
+def _by_hand(program: Program, why: str) -> PassError:
+    """The error for what strategies never write."""
+    return PassError(f"{program.name}: {why}. fix: leave such a Program as it is written")
+
+
+def _refuse_number(program: Program, op: Op, peer: Index | Others | None) -> None:
+    if isinstance(peer, int):
+        why = f"{op} names a rank by number: passes take peers at a distance, such as tp.rank + 1"
+        raise _by_hand(program, why)
+
+
 def _teams(program: Program, overlaps: Overlaps, touched: Touched) -> dict[str, _Team]:
     teams = {team.name: _Team(team.size) for team in program.teams}
     shared = {name: b for name, b in program.buffers().items() if b.team is not None}
@@ -322,6 +314,7 @@ def _teams(program: Program, overlaps: Overlaps, touched: Touched) -> dict[str, 
             met.add(ordering.meets[0])
         for level, raises in ((ordering.raises, True), (ordering.expects, False)):
             if level is not None:
+                _refuse_number(program, op, level.peer)
                 team = teams[level.team]
                 (team.notifies if raises else team.expects)[level.signal].append((index, level))
                 met.add(level.team)
@@ -331,6 +324,10 @@ def _teams(program: Program, overlaps: Overlaps, touched: Touched) -> dict[str, 
             for access in accesses:
                 buffer = shared.get(access.view.buffer)
                 if buffer is not None and buffer.team is not None:
+                    if buffer.registered:
+                        why = f"{buffer.name!r} is registered: passes do not see its caller"
+                        raise _by_hand(program, why)
+                    _refuse_number(program, op, access.peer)
                     team, peer = teams[buffer.team], access.peer
                     offset = peer.offset % team.size if isinstance(peer, RankIndex) else 0
                     use = _Use(index, write, offset, overlaps.extent(access.view))

@@ -40,8 +40,6 @@ class PlanMemory:
     """Places `Alloc` and `Free`, and shares storage."""
 
     name: ClassVar[str] = "plan_memory"
-    reuse: bool = True
-    """False gives every local buffer bytes of its own, and every symmetric one a slot."""
 
     def run(self, program: Program) -> Program:
         """The same ops on the same streams, with memory planned."""
@@ -53,7 +51,7 @@ class PlanMemory:
                 )
         given_up = freed & {buffer.name for buffer in program.params if buffer.kind == "input"}
         program = _place_allocs(_localise(without_handovers(strip_events(program))))
-        plan = _Plan(program, self.reuse, given_up)
+        plan = _Plan(program, given_up)
         rewrite = Rewrite(program.ops)
         storage = {name: (ARENA, offset) for name, offset in plan.offsets.items()}
         storage |= {name: (slot, 0) for name, slot in plan.slots.items()}
@@ -146,10 +144,10 @@ def _place_allocs(program: Program) -> Program:
 class _Plan:
     """Where a Program's buffers lie, and when they are freed, as the order of its data allows."""
 
-    def __init__(self, program: Program, reuse: bool, given_up: Collection[str]) -> None:
+    def __init__(self, program: Program, given_up: Collection[str]) -> None:
         """`given_up` names the inputs that are freed after their last use."""
-        self.ops, self.reuse = program.ops, reuse
-        self.buffers, self.escaping = program.buffers(), returned_by(program)
+        self.ops, self.buffers = program.ops, program.buffers()
+        self.escaping = returned_by(program)
         params = {buffer.name for buffer in program.params} - {*given_up}
         self.uses: dict[str, list[int]] = {}
         """Ops that use each buffer, in order of first use; of a fresh one also the declaration."""
@@ -165,7 +163,7 @@ class _Plan:
         self.sizes = {name: size for name, size in sizes.items() if size < UNBOUNDED}
         self.offsets = self._offsets()
         self.frees = self._frees()
-        slots = SlotPlan(program, self.order, self.uses, self.sizes, reuse)
+        slots = SlotPlan(program, self.order, self.uses, self.sizes)
         self.slots, self.handovers = slots.names, slots.handovers
         self.told = [self._hand_over(handover) for handover in self.handovers]
         """Behind which op all ranks are told of each handover."""
@@ -205,11 +203,11 @@ class _Plan:
                 latest[lanes[i]] = self.order.clock[i]
                 left[lanes[i]] -= 1
             listed = max(listed, uses[0])
-            if self.reuse:  # what all streams with ops to come know to be done needs no more looks
-                known = [clock for clock, ops in zip(latest, left, strict=True) if ops]
-                least = [min(column) for column in zip(*known, strict=True)]
-                active = [a for a in active if any(n > h for n, h in zip(a[0], least, strict=True))]
-            taken = [a[1:] for a in active if not (self.reuse and self._done_before(a[0], name))]
+            # what all streams with ops to come know to be done needs no more looks
+            known = [clock for clock, ops in zip(latest, left, strict=True) if ops]
+            least = [min(column) for column in zip(*known, strict=True)]
+            active = [a for a in active if any(n > h for n, h in zip(a[0], least, strict=True))]
+            taken = [a[1:] for a in active if not self._done_before(a[0], name)]
             size, offset = aligned(self.sizes[name]), 0
             for start, stop in sorted(taken):
                 if offset + size <= start:

@@ -72,7 +72,6 @@ class SlotPlan:
         order: Order,
         uses: Mapping[str, Sequence[int]],
         sizes: Mapping[str, int],
-        reuse: bool,
     ) -> None:
         """`uses` are the ops that use each buffer; each `Alloc` stands before the first."""
         self.names: dict[str, str] = {}
@@ -87,10 +86,7 @@ class SlotPlan:
             if buffer is not None and buffer.kind == "symmetric" and buffer.team is not None:
                 takes.setdefault(buffer.team, {})[index] = name
         for team, listed in takes.items():
-            if reuse:
-                self._deal(team, listed)
-            else:
-                self.names |= {name: f"s{i}" for i, name in enumerate(listed.values())}
+            self._deal(team, listed)
 
     def _deal(self, team: str, takes: Mapping[int, str]) -> None:
         slots: list[_Slot] = []

@@ -43,11 +43,13 @@ class TakeTurns:
 
     def run(self, program: Program) -> Program:
         """The same Program with the signals of turns."""
-        names, buffers = Names(program), program.buffers()
-        wheres = [program.where(rank) for rank in representatives(program)]
         wanted = {site.id for site in program.sites if site.kind.startswith("matmul_")}
-        rewrite = Rewrite(program.ops)
-        for placed in puts_of(program, wanted).values():
+        puts = puts_of(program, wanted)
+        if not puts:
+            return program
+        names, buffers, rewrite = Names(program), program.buffers(), Rewrite(program.ops)
+        wheres = [program.where(rank) for rank in representatives(program)]
+        for placed in puts.values():
             visits = _visits(placed, program.ops)
             boxes = ([p.src.box(buffers[p.src.buffer], w) for _, p in placed] for w in wheres)
             most = max(sum(box.nbytes for box in listed) for listed in boxes)
