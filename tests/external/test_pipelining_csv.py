@@ -79,7 +79,7 @@ def test_a_bad_token_is_named(token: str, told: str) -> None:
     with pytest.raises(ParseError) as caught:
         parse_csv(f"0F0,0B0\n\n1F0,{token}\n", "bad.csv")
     message = str(caught.value)
-    assert message.startswith("bad.csv, row 3 (rank 2), column 2: ")
+    assert message.startswith("bad.csv, rank 2 action 1 ")
     assert token[:20] in message
     assert told in message
     assert "fix: " in message
@@ -113,10 +113,10 @@ def test_layouts_that_torch_refuses(tmp_path: Path) -> None:
     assert [finding.message for finding in report.findings] == ["rank 2 computes nothing"]
 
 
-def test_blank_cells_are_steps_of_a_compute_only_file(tmp_path: Path) -> None:
-    (tmp_path / "two.csv").write_text("0F0,,,0B0\n,1F0,1B0\n")
+def test_blank_cells_are_steps(tmp_path: Path) -> None:
+    (tmp_path / "two.csv").write_text(TWO.replace(",", ",,", 1))
     report = check_pipelining(str(tmp_path / "two.csv"))
-    assert (report.sound, report.form, report.findings) == (True, "compute_only", ())
+    assert (report.sound, report.findings) == (True, ())
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def survive(count: int, seed: int, folder: Path) -> None:
             outcome = type(error).__name__ if len(str(error)) < 1000 else "endless"
         assert time.process_time() - began < 5, text
         kinds[outcome] = kinds.get(outcome, 0) + 1
-    assert set(kinds) <= {"sound", "unsound", "ParseError"}
+    assert set(kinds) <= {"sound", "unsound", "ParseError", "UnsupportedError"}
     assert min(kinds["unsound"], kinds["ParseError"]) > count // 10, kinds
 
 

@@ -119,6 +119,15 @@ def f(tp: Team[2], x: f32[4], y: out[f32[4]]):
         validate(root.replace(ops=(without,)))
 
 
+@pytest.mark.parametrize("call", ["scatter(None, y{0}", "gather(x{0}, None"])
+def test_an_uneven_part_of_a_rank_that_is_no_root(call: str) -> None:
+    head = "def f(tp: Team[[0, 1]], x: f32[4], y: out[f32[4]]):\n    ranks(1)\n"
+    text = f"{head}    rows = table(tp, 1, 3)\n    main: {call}, root=0, team=tp, splits=rows)\n"
+    validate(parse(text.format("[0:3]")))
+    with pytest.raises(ProgramError, match=r"of f32\[2\] on rank 1, whose part is 3 rows"):
+        validate(parse(text.format("[0:2]")))
+
+
 def test_shows_the_source_where_it_is_given() -> None:
     text = BASE.replace("# here", "# a comment").replace("copy(x, t)", "copy(x, tt)")
     program = parse(text, file="made_up.ilc")

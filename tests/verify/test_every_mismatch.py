@@ -37,39 +37,6 @@ def told(finding: Finding) -> tuple[str, list[tuple[int, str]]]:
     return what, [(op.rank, op.role) for op in finding.ops]
 
 
-# Sizes and shapes of collectives
-
-SIZES: dict[str, tuple[str, str, str]] = {
-    "all_reduce": ("f32[4]", "f32[8]", 'all_reduce(x, y, reduce="sum", team=tp)'),
-    "reduce": ("f32[4]", "f32[8]", 'reduce(x, y, reduce="sum", root=0, team=tp)'),
-    "broadcast": ("f32[8]", "f32[4]", "broadcast(x, y, root=1, team=tp)"),
-    "scatter": ("f32[8]", "f32[3]", "scatter(x, y, root=0, team=tp)"),
-    "reduce_scatter": ("f32[8]", "f32[3]", 'reduce_scatter(x, y, reduce="sum", team=tp)'),
-    "all_gather": ("f32[3]", "f32[8]", "all_gather(x, y, team=tp)"),
-}
-
-
-@pytest.mark.parametrize("kind", SIZES)
-def test_what_goes_in_is_as_much_as_what_comes_out(kind: str) -> None:
-    src, dst, op = SIZES[kind]
-    (finding,) = found(*[(f"x: {src}, y: out[{dst}]", f"main: {op}")] * 2)
-    what, ((_, given), (_, wanted)) = told(finding)
-    assert what == "its members disagree on the size"
-    assert given.endswith("elements in")
-    assert wanted.endswith("elements out")
-
-
-def test_only_the_root_of_a_broadcast_gives() -> None:
-    body = "main: broadcast(x, y, root=1, team=tp)"
-    big, fits = ("x: f32[8], y: out[f32[4]]", body), (IN, body)
-    assert found(big, fits) == []
-    (finding,) = found(fits, big)
-    assert told(finding) == (
-        "its members disagree on the size",
-        [(1, "has size of 8 elements in"), (1, "has size of 4 elements out")],
-    )
-
-
 # Uneven parts
 
 

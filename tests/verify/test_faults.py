@@ -212,11 +212,6 @@ FAULTS: dict[str, tuple[SET, str, tuple[str, ...]]] = {
         "mismatch",
         ("comm:",),
     ),
-    "gather into too few rows": (
-        programs(replaced(MESH, "all_gather(g, full", "all_gather(g[0:1], full")),
-        "mismatch",
-        ("comm: all_gather",),
-    ),
     "receive dropped": (
         programs(without(STAGES, "recv(h[2:4]")),
         "deadlock",

@@ -20,7 +20,6 @@ G, FREE = "g = alloc(f32[4], symmetric=tp); main: copy(x, g)", "main: free(g)"
 TP, MESH = "tp: Team[4]", "dp: Team[2], tp: Team[2]"
 TWICE = "tp: Team[[0, 1]], ep: Team[[0, 1]]"
 PP = "tp: Team[[0, 1], [2, 3]], pp: Team[[0, 2], [1, 3]]"
-NOTIFY = "main: notify(s, to=tp.rank + 1, value={}); {}: notify(s, to=tp.rank + 1, value={})"
 SIGNAL = "main: notify({0}, to={1}.rank + 1); main: expect({0}, {1}.rank + 1)"
 
 MESH3 = "pp: Team[2], dp: Team[2], tp: Team[3]"
@@ -142,26 +141,6 @@ FOUND: dict[str, tuple[str, str, str]] = {
         f"{PARTS}; main: copy(x, a); side: copy(x, b); main: copy(x, c)",
         "race",
     ),
-    "a gather of a neighbour's part": (
-        TP,
-        "main: all_gather(x[tp.rank + 1], x, team=tp)",
-        "in-place",
-    ),
-    "two backends": (
-        TP,
-        'main: group(send(x, peer=tp.rank + 1, backend="gloo"), recv(y, peer=tp.rank - 1))',
-        "mismatch",
-    ),
-    "a signal that does not grow": (
-        TP,
-        f"{NOTIFY.format(1, 'main', 1)}; main: expect(s, tp.rank - 1)",
-        "signal",
-    ),
-    "a signal in no order": (
-        TP,
-        f"{NOTIFY.format(1, 'side', 2)}; main: expect(s, tp.rank - 1, value=2)",
-        "signal",
-    ),
     "a signal of who knows of another pair": (
         MESH,
         f"{ACROSS.format('dp')}; {FREE}",
@@ -174,7 +153,6 @@ FOUND: dict[str, tuple[str, str, str]] = {
         "main: free(b); side: free(c)",
         "deadlock",
     ),
-    "a signal for nobody": (TP, "main: notify(s, to=tp.rank + 1)", "unexpected-notify"),
 }
 
 

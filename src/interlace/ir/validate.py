@@ -646,6 +646,13 @@ class Checker:
         if values is not None and len(values) != team.size:
             what = f"table {op.splits!r} has {len(values)} entries for {team.size} ranks"
             raise self.fault(what, f"give one for each rank of {op.team!r}")
+        if values is not None and (op.src is None) != (op.dst is None):  # a rank that is no root
+            (view,) = (view for view in (op.src, op.dst) if view is not None)
+            for where, box in zip(self.wheres, self.boxes(view), strict=True):
+                own = values[where.members[op.team].index]
+                if box.sizes[:1] != (own,):
+                    what = f"{op.kind} of {_type(box)} on rank {where.rank}, whose part is {own}"
+                    raise self.fault(f"{what} rows", "correct the view, or the table")
         if op.src is not None and op.dst is not None:
             both = self.boxes(op.src), self.boxes(op.dst)
             key = op.kind, op.team, op.splits, *map(id, both)  # layers have them alike

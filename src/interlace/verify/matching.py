@@ -4,7 +4,8 @@ These compare what the ranks say, one run of each, without regard to when. A col
 some ranks issue is reported here (where the sequences part) and as the deadlock that it makes.
 
     op           facts that those who meet in it must have in common
-    Collective   kind, reduction, root, splits, element type, shapes; as much goes in as comes out
+    Collective   kind, reduction, root, splits, element type, shapes (which fit each other on every
+                 rank by itself: `validate` sees to that)
     Send, Recv   size, element type, backend
     Alloc        size, of a slot
 
@@ -13,7 +14,6 @@ Where some ranks stand for all (turns.py, fold.py), the builder says which, and 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -97,17 +97,15 @@ class _Matcher:
                 return self.regions.at(touch.spot, issue.place.where).exact
         return None
 
-    def differs(
-        self, met: Sequence[IssuedOp], counts: Sequence[int] | None = None
-    ) -> Difference | None:
-        """The first fact that two members disagree on; each may stand for a number of them."""
+    def differs(self, met: Sequence[IssuedOp]) -> Difference | None:
+        """The first fact that two members disagree on."""
         facts = [self.facts(issue) for issue in met]
         for name in facts[0]:
             known = [(i, str(fact[name])) for i, fact in enumerate(facts) if fact[name] is not None]
             for other in known[1:]:
                 if other[1] != known[0][1]:
                     return name, known[0], other
-        return None if counts is None else self.sizes(met, counts)
+        return None
 
     def facts(self, issue: IssuedOp) -> dict[str, object]:
         """The facts that all who meet must have in common; None: this member does not give it."""
@@ -142,47 +140,20 @@ class _Matcher:
             **shapes,
         }
 
-    def sizes(self, met: Sequence[IssuedOp], counts: Sequence[int]) -> Difference | None:
-        """The first difference in size between what goes in and what comes out; None if none."""
-        op = met[0].item.collective
-        assert op is not None
-        row = KINDS[op.kind]
-        boxes = [(self.box(issue, "src"), self.box(issue, "dst")) for issue in met]
-        all_in, all_out = (
-            sum(box.numel * count for box, count in zip(side, counts, strict=True) if box)
-            for side in zip(*boxes, strict=True)
-        )
-        for i, (src, dst) in enumerate(boxes):
-            given = None if src is None else src.numel
-            wanted = None if dst is None else dst.numel
-            if row.scales == "gather":
-                given = all_in
-            elif row.scales == "scatter":
-                wanted = all_out
-            elif op.kind == "all_to_all" and op.splits is not None:
-                given, wanted = all_in, all_out
-            elif row.rooted and not met[i].item.is_root(met[i].place.where):
-                continue
-            if row.reads != "none" and None not in (given, wanted) and given != wanted:
-                said = f"of {given} elements in", f"of {wanted} elements out"
-                return "size", (i, said[0]), (i, said[1])
-        return None
-
     # Who meets
 
     def collectives(self) -> None:
-        builder, standing = self.builder, dict[TeamKey, Counter[int]]()
+        builder, standing = self.builder, dict[TeamKey, list[int]]()
         for queue, members in [*self.meetings.queues.items()]:
             ranks = builder.members(queue[0], next(iter(members)))
             if queue[0] not in standing:
                 self.regions.spend(len(ranks))
-                standing[queue[0]] = Counter(map(builder.first, ranks))
-            weights = standing[queue[0]]
-            issued = {rank: builder.queue(queue, rank) for rank in weights}
+                standing[queue[0]] = list(dict.fromkeys(map(builder.first, ranks)))
+            issued = {rank: builder.queue(queue, rank) for rank in standing[queue[0]]}
             counts = {len(mine) for mine in issued.values()}
             for k in range(min(counts)):
                 met = [mine[k] for mine in issued.values()]
-                problem = self.differs(met, [*weights.values()])
+                problem = self.differs(met)
                 if problem is not None:  # what follows is the same fault
                     self.differ(f"collective {k + 1} of team {queue[0].name}", met, problem)
                     break

@@ -81,7 +81,7 @@ class Content:
     def lose(self, lo: int, hi: int) -> None:
         """A write to these bytes through another buffer that shares the storage."""
         lo, hi = max(lo, 0), min(hi, greatest(self.size))
-        if lo < hi and (self.full or self.parts):
+        if lo < hi and (self.full or self.parts or self.log is not None):
             if self.log is None:
                 whole = _dense(0, self.size)
                 ends = self.size, 0, greatest(self.size)

@@ -4,9 +4,8 @@
     print(report)
 
 Reading order: actions.py (one token), csv_file.py, schedule.py (a schedule as data), live.py
-(torch's objects), rules.py (faults that have nothing to do with queues), progress.py (compute-only
-schedules), matching.py (microbatches that are exchanged), programs.py (the three models of
-communication), report.py, check.py.
+(torch's objects), rules.py (faults that have nothing to do with queues), matching.py (microbatches
+that are exchanged), programs.py (the three models of communication), report.py, check.py.
 """
 
 from interlace_check.pipelining.check import check_pipelining

@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
 
+from interlace.errors import UnsupportedError
 from interlace.verify import Finding, check
 from interlace.verify.report import MAX_FINDINGS
 from interlace_check.pipelining.csv_file import read_csv
 from interlace_check.pipelining.live import take
 from interlace_check.pipelining.matching import exchanges
 from interlace_check.pipelining.programs import PipelineProgram, to_programs
-from interlace_check.pipelining.progress import stuck
 from interlace_check.pipelining.report import MODELS, PipeliningFinding, PipeliningReport, fault
 from interlace_check.pipelining.rules import faults
 from interlace_check.pipelining.schedule import Layout, PipelineOrder, Placed
@@ -41,20 +41,23 @@ def check_pipelining(schedule: object) -> PipeliningReport:
     or their text). Of an object, all ranks' actions are checked, not its own alone.
 
     Raises ParseError for a file that is malformed, and UnsupportedError for an object that has no
-    known order.
+    known order, and for a schedule of several ranks without messages.
     """
     began = time.perf_counter()
     is_file = isinstance(schedule, str | os.PathLike)
     order = read_csv(Path(schedule)) if is_file else take(schedule)
     layout = Layout.of(order)
     sequences = [list(order.placed(rank)) for rank in range(layout.num_ranks)]
+    if layout.num_ranks > 1 and not order.has_messages:
+        raise UnsupportedError(
+            "the schedule has computations alone, to which torch adds the messages: fix: give the "
+            'object after `_load_csv(file, format="compute_only")`, or what `_dump_csv(file, '
+            'format="compute_comms")` writes of it'
+        )
     found = list(islice(faults(order, layout, sequences), MAX_COUNTED))
-    if order.is_lowered:
-        found += islice(exchanges(sequences, layout), MAX_COUNTED)
-        if not any(finding.kind in BROKEN for finding in found):
-            found += _by_model(sequences, layout)
-    else:
-        found += _no_progress(order, layout)
+    found += islice(exchanges(sequences, layout), MAX_COUNTED)
+    if not any(finding.kind in BROKEN for finding in found):
+        found += _by_model(sequences, layout)
     merged = _merged(found[:MAX_COUNTED])
     return PipeliningReport(
         findings=tuple(merged[:MAX_FINDINGS]),
@@ -62,20 +65,9 @@ def check_pipelining(schedule: object) -> PipeliningReport:
         num_ranks=layout.num_ranks,
         seconds=time.perf_counter() - began,
         num_left_out=len(merged[MAX_FINDINGS:]),
-        form="compute_comms" if order.is_lowered else "compute_only",
         num_stages=order.num_stages or len(layout.rank_of),
         num_microbatches=order.num_microbatches or _num_microbatches(order),
     )
-
-
-def _no_progress(order: PipelineOrder, layout: Layout) -> Iterator[PipeliningFinding]:
-    """The actions of a compute-only schedule that never become ready."""
-    lacking = stuck(order, layout)[:16]
-    if lacking:
-        waits = "; ".join(f"{placed} needs `{source}`" for placed, source in lacking)
-        message = f"no rank can go on, so torch cannot add messages: {waits}"
-        fix = "order the computations so that each comes after the one whose result it takes"
-        yield fault("deadlock", message, fix, *(placed for placed, _ in lacking))
 
 
 def _num_microbatches(order: PipelineOrder) -> int:

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from interlace.errors import ParseError
 from interlace.ir.text.load import unreadable
-from interlace_check.pipelining.actions import Action, parse_action
 from interlace_check.pipelining.schedule import PipelineOrder
 
 MAX_CHARACTERS = 1 << 24
@@ -45,14 +44,14 @@ def parse_csv(text: str, file: str = "schedule.csv") -> PipelineOrder:
             f"{file} holds more than {MAX_CHARACTERS:,} characters: check a schedule "
             "of fewer microbatches"
         )
-    rows = _rows(text, file)
-    if not any(map(any, rows)):
+    order = PipelineOrder.of(_rows(text, file), file)
+    if not any(map(any, order.cells)):
         raise ParseError(f"{file} holds no action; fix: dump the schedule with `_dump_csv`")
-    return PipelineOrder(tuple(rows))
+    return order
 
 
-def _rows(text: str, file: str) -> list[tuple[Action | None, ...]]:
-    rows: list[tuple[Action | None, ...]] = []
+def _rows(text: str, file: str) -> list[list[str]]:
+    rows: list[list[str]] = []
     cells = 0
     reader = csv.reader(io.StringIO(text, newline=""))
     try:
@@ -63,20 +62,9 @@ def _rows(text: str, file: str) -> list[tuple[Action | None, ...]]:
                     f"{file} holds more than {MAX_RANKS:,} ranks or {MAX_CELLS:,} actions: check a "
                     "schedule of fewer microbatches"
                 )
-            rows.append(tuple([_cell(cell, len(rows), k, file) for k, cell in enumerate(row)]))
+            rows.append(row)
     except csv.Error as error:
         raise ParseError(
             f"{file}, line {reader.line_num}: {error}; fix: write plain CSV"
         ) from error
     return rows
-
-
-def _cell(cell: str, row: int, column: int, file: str) -> Action | None:
-    try:
-        return parse_action(cell)
-    except ParseError as error:
-        shown = cell.strip()
-        shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
-        raise ParseError(
-            f"{file}, row {row + 1} (rank {row}), column {column + 1}: {shown!r}: {error}"
-        ) from None

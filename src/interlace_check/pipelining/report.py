@@ -68,8 +68,6 @@ class PipeliningReport(Report):
     """Report of a check of a pipeline schedule; its ops are actions."""
 
     findings: tuple[PipeliningFinding, ...]
-    form: str = ""
-    """`compute_only` or `compute_comms`, the formats of torch's loader."""
     num_stages: int = 0
     num_microbatches: int = 0
 
@@ -82,7 +80,6 @@ class PipeliningReport(Report):
     def to_json(self) -> dict[str, Any]:
         return {
             **Report.to_json(self),
-            "form": self.form,
             "num_stages": self.num_stages,
             "num_microbatches": self.num_microbatches,
             "models": [
@@ -93,7 +90,7 @@ class PipeliningReport(Report):
 
     def head(self) -> str:
         size = (
-            f"{self.form}: {self.num_ranks} ranks, {self.num_stages} stages, "
+            f"{self.num_ranks} ranks, {self.num_stages} stages, "
             f"{self.num_microbatches} microbatches, {self.num_ops} actions, "
             f"{self.seconds * 1e3:.0f} ms"
         )

@@ -27,7 +27,7 @@ def faults(order: PipelineOrder, layout: Layout, sequences: Sequence[Sequence[Pl
     yield from _placement(order, layout)
     yield from _coverage(order, layout)
     for sequence in sequences:
-        yield from _RankRules(layout, sequence, order.is_lowered).findings()
+        yield from _RankRules(layout, sequence).findings()
 
 
 def _placement(order: PipelineOrder, layout: Layout) -> Findings:
@@ -119,8 +119,8 @@ def _doubled(first: Placed, again: Placed) -> PipeliningFinding:
 class _RankRules:
     """One walk along what a rank does, with what is there at each place."""
 
-    def __init__(self, layout: Layout, sequence: Sequence[Placed], has_messages: bool) -> None:
-        self.layout, self.sequence, self.has_messages = layout, sequence, has_messages
+    def __init__(self, layout: Layout, sequence: Sequence[Placed]) -> None:
+        self.layout, self.sequence = layout, sequence
         self.places: dict[Key, Placed] = {}
         """The first place of each action of this rank, for what comes too late."""
         for placed in sequence:
@@ -167,8 +167,6 @@ class _RankRules:
             yield from self.after(placed, source[1], AFTER[source[0]])
             return
         needed = (NEEDS[kind], stage, microbatch)
-        if not self.has_messages:
-            return  # progress.py says which inputs never come
         if self.received.pop(needed, None) is not None or needed in self.done:
             return
         if needed in self.places:

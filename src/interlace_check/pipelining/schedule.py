@@ -1,7 +1,7 @@
 """A pipeline schedule as data: the order of each rank, and where stages live.
 
     >>> order = PipelineOrder.of([["0F0", "0SEND_F0"], ["1RECV_F0", "1F0"]])
-    >>> order.is_lowered
+    >>> order.has_messages
     True
 
 `PipelineOrder` has the cells of a file, `Layout` the rank of each stage.
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from interlace.errors import ParseError
 from interlace_check.pipelining.actions import (
     COMPUTE,
-    OVERLAP,
     RECEIVES,
     SENDS,
     Action,
@@ -56,10 +55,12 @@ class PipelineOrder:
     num_microbatches: int | None = None
 
     @classmethod
-    def of(cls, rows: Iterable[Iterable[object]], **known: int | None) -> PipelineOrder:
+    def of(
+        cls, rows: Iterable[Iterable[object]], file: str = "", **known: int | None
+    ) -> PipelineOrder:
         """The order from tokens, or from anything that prints as one, such as torch's actions.
 
-        Raises ParseError, which names rank, action, token and fix.
+        Raises ParseError, which names file (if there is one), rank, action, token and fix.
         """
         cells: list[tuple[Action | None, ...]] = []
         for row in rows:
@@ -68,16 +69,14 @@ class PipelineOrder:
                     f"rank {len(cells)}: its actions are a {type(row).__name__}; fix: give a list "
                     "with one token for each action, such as ['0F0', '0B0']"
                 )
-            cells.append(tuple([_cell(cell, len(cells), k) for k, cell in enumerate(row)]))
+            cells.append(tuple([_cell(cell, file, len(cells), k) for k, cell in enumerate(row)]))
         return cls(tuple(cells), **known)  # type: ignore[arg-type]
 
     @property
-    def is_lowered(self) -> bool:
-        """True if torch has added its messages or, on a single rank, other actions."""
+    def has_messages(self) -> bool:
+        """True if some rank sends or receives: torch has added the messages."""
         kinds = {cell.kind for row in self.cells for cell in row if cell is not None}
-        if len(self.cells) > 1:
-            return not kinds.isdisjoint((*SENDS, *RECEIVES))
-        return not kinds <= {*COMPUTE, OVERLAP}
+        return not kinds.isdisjoint((*SENDS, *RECEIVES))
 
     def placed(self, rank: int) -> Iterator[Placed]:
         """Yields the actions of a rank, with the parts of an `OVERLAP_F_B` one after another."""
@@ -87,11 +86,13 @@ class PipelineOrder:
                     yield Placed(rank, index, leaf)
 
 
-def _cell(cell: object, rank: int, index: int) -> Action | None:
+def _cell(cell: object, file: str, rank: int, index: int) -> Action | None:
     try:
         return None if cell is None else parse_action(str(cell))
     except ParseError as error:
-        raise ParseError(f"rank {rank} action {index} {str(cell)[:60]!r}: {error}") from None
+        place = f"{file}, rank {rank}" if file else f"rank {rank}"
+        shown = str(cell).strip()[:60]
+        raise ParseError(f"{place} action {index} {shown!r}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
