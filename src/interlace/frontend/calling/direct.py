@@ -107,7 +107,7 @@ class Observer:
         return results
 
     def direct(self, result: object) -> Direct | None:
-        """Gets the result of the call without torch, once the call has returned; None: it cannot."""
+        """The way to the result without torch, once the call has returned; None: there is none."""
         if len(self._runs) != 1 or torch.is_grad_enabled() != self._mode:
             return None
         ((graph, given, entered, results, left),) = self._runs
