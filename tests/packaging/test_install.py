@@ -148,39 +148,6 @@ def test_pip_install(checkout: Path, environment: Environment) -> None:
     assert files_under(environment.home) == set()
 
 
-@pytest.mark.slow
-def test_pip_install_target(checkout: Path, environment: Environment, tmp_path: Path) -> None:
-    """`pip install --target DIR .` writes to DIR alone."""
-    target = tmp_path / "target"
-    sources, before = files_under(checkout), files_under(environment.directory)
-    environment.pip(*INSTALL, "--target", target, ".", cwd=checkout)
-    assert files_under(checkout) == sources
-    assert files_under(environment.directory) == before
-    assert files_under(environment.home) == set()
-    packages = {"interlace", "interlace_check", "interlace_bench"}
-    assert {name.split("/")[0].split("-")[0] for name in files_under(target)} == packages | {"bin"}
-
-    path = {"PYTHONPATH": str(target)}
-    package = Path(environment.run(environment.python, "-c", CHECK, **path).strip())
-    assert package == target / "interlace"
-    script = target / "bin" / "interlace"
-    assert "demo" in environment.run(environment.python, script, "--help", **path)
-
-
-@pytest.mark.slow
-def test_editable_install(checkout: Path, environment: Environment) -> None:
-    """`pip install -e .` points at the sources, and a change there shows at once."""
-    sources = files_under(checkout)
-    environment.pip(*INSTALL, "--editable", ".", cwd=checkout)
-    assert files_under(checkout) == sources
-    package = Path(environment.run(environment.python, "-c", CHECK).strip())
-    assert package == checkout / "src" / "interlace"
-    (package / "errors.py").write_text("ADDED = 'seen'\n")
-    (package / "__init__.py").write_text("from interlace.errors import ADDED\n")
-    code = "import interlace; print(interlace.ADDED)"
-    assert environment.run(environment.python, "-c", code).strip() == "seen"
-
-
 def test_the_sdist_runs_make(tmp_path: Path) -> None:
     """What `make` reads is there; the targets themselves are tested in a checkout."""
     out, home = tmp_path / "out", tmp_path / "home"
