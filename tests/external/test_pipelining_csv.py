@@ -209,7 +209,7 @@ def survive(count: int, seed: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "count", [3_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+    "count", [1_500, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
 )
 def test_malformed_files(seed: int, count: int, tmp_path: Path) -> None:
     survive(count, seed, tmp_path)

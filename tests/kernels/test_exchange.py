@@ -88,7 +88,7 @@ def test_gives_the_bits_of_its_reference(kind: str, dtype: str, seed: int) -> No
     rng = random.Random(seed)
     size = rng.choice((2, 3, 4))
     team = Emulated(size, 1 << 20)
-    for again in range(4):
+    for again in range(2):
         merges = kind == "all_to_all" and rng.random() < 0.5
         parts, given = parts_of(kind, rng, size, 3000), {"root": rng.randrange(size)}
         sources = sources_of(kind, parts, size, FLOATS[dtype], seed + again, merges)

@@ -1,7 +1,7 @@
-"""Installs the project as a user does, into fresh environments and directories.
+"""Installs the project as a user does, into a fresh environment.
 
-The environments borrow torch and the other dependencies from the one that runs the tests, by links,
-so that nothing is downloaded; pip's own part is real.
+It borrows torch and the other dependencies from the environment that runs the tests, by links, so
+that nothing is downloaded; pip's own part is real.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ("src", "pyproject.toml", "constraints.txt", "README.md", "LICENSE")
 
 
-def run(*command: str | Path, cwd: Path, home: Path, **environment: str) -> str:
+def run(*command: str | Path, cwd: Path, home: Path) -> str:
     """Runs a command with a home and a temporary directory of its own; returns what it printed."""
     (home / "tmp").mkdir(parents=True, exist_ok=True)
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PIP_CONSTRAINT")}
     env |= {"HOME": str(home), "TMPDIR": str(home / "tmp"), "PIP_NO_CACHE_DIR": "1"}
-    env |= {"PATH": "/usr/bin:/bin", **environment}  # pip asks other tools of the PATH who they are
+    env["PATH"] = "/usr/bin:/bin"  # pip asks other tools of the PATH who they are
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
@@ -58,50 +58,19 @@ def checkout(tmp_path: Path) -> Path:
     return copy
 
 
-@pytest.fixture(scope="session")
-def borrowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with links to all that the tests' environment holds, except Interlace and pip."""
-    directory = tmp_path_factory.mktemp("borrowed")
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    """A fresh virtual environment that sees what the tests' own holds, except Interlace and pip."""
+    borrowed, directory = tmp_path / "borrowed", tmp_path / "venv"
+    borrowed.mkdir()
     for path in Path(sysconfig.get_path("purelib")).iterdir():
         ours = path.name.lstrip("_").startswith(("interlace", "pip", "editable"))
         if not ours and path.suffix != ".pth":
-            (directory / path.name).symlink_to(path)
+            (borrowed / path.name).symlink_to(path)
+    run(sys.executable, "-m", "venv", "--without-pip", directory, cwd=tmp_path, home=tmp_path)
+    (site,) = (directory / "lib").glob("python3*/site-packages")
+    (site / "borrowed.pth").write_text(f"{borrowed}\n")
     return directory
-
-
-class Environment:
-    """A fresh virtual environment that sees the borrowed packages."""
-
-    def __init__(self, directory: Path, home: Path, borrowed: Path) -> None:
-        self.directory, self.home = directory, home
-        run(sys.executable, "-m", "venv", "--without-pip", directory, cwd=home, home=home)
-        self.python = directory / "bin" / "python"
-        self.site = next((directory / "lib").glob("python3*/site-packages"))
-        (self.site / "borrowed.pth").write_text(f"{borrowed}\n")
-
-    def pip(self, *arguments: str | Path, cwd: Path) -> str:
-        """Runs the tests' pip for this environment."""
-        return run(
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            self.python,
-            *arguments,
-            cwd=cwd,
-            home=self.home,
-        )
-
-    def run(self, *command: str | Path, **environment: str) -> str:
-        """Runs a command outside every checkout."""
-        return run(*command, cwd=self.home, home=self.home, **environment)
-
-
-@pytest.fixture
-def environment(tmp_path: Path, borrowed: Path) -> Environment:
-    home = tmp_path / "home"
-    home.mkdir()
-    return Environment(tmp_path / "venv", home, borrowed)
 
 
 # The build back end is among the borrowed packages; `make` has already built with isolation.
@@ -125,60 +94,29 @@ assert "interlace" in torch._dynamo.list_backends()
 """
 
 
-def test_pip_install(checkout: Path, environment: Environment) -> None:
+def test_pip_install(checkout: Path, environment: Path, tmp_path: Path) -> None:
     """`pip install .` puts everything below site-packages and bin, and nothing into the sources:
     from one pure wheel for every platform, all sources and no compiled code, types marked."""
-    sources, before = files_under(checkout), files_under(environment.directory)
-    environment.pip(*INSTALL, ".", cwd=checkout)
+    home, python = tmp_path / "home", environment / "bin" / "python"
+    (site,) = (environment / "lib").glob("python3*/site-packages")
+    sources, before = files_under(checkout), files_under(environment)
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    run(*pip, *INSTALL, ".", cwd=checkout, home=home)
     assert files_under(checkout) == sources
-    added = files_under(environment.directory) - before
-    site = environment.site.relative_to(environment.directory)
-    elsewhere = {name for name in added if not name.startswith(f"{site}/interlace")}
-    assert elsewhere == {"bin/interlace"}
-    assert files_under(environment.site / "interlace") == files_under(checkout / "src/interlace")
+    added = files_under(environment) - before
+    below = f"{site.relative_to(environment)}/interlace"
+    assert {name for name in added if not name.startswith(below)} == {"bin/interlace"}
+    assert files_under(site / "interlace") == files_under(checkout / "src/interlace")
     assert not {name for name in added if Path(name).suffix in BINARIES}
-    (info,) = environment.site.glob("interlace-*.dist-info")
+    (info,) = site.glob("interlace-*.dist-info")
     wheel = (info / "WHEEL").read_text()
     assert "Root-Is-Purelib: true\nTag: py3-none-any" in wheel
     assert (info / "licenses" / "LICENSE").is_file()
 
-    package = Path(environment.run(environment.python, "-c", CHECK).strip())
-    assert package == environment.site / "interlace"
-    assert "demo" in environment.run(environment.directory / "bin" / "interlace", "--help")
-    assert files_under(environment.home) == set()
-
-
-@pytest.mark.slow
-def test_pip_install_target(checkout: Path, environment: Environment, tmp_path: Path) -> None:
-    """`pip install --target DIR .` writes to DIR alone."""
-    target = tmp_path / "target"
-    sources, before = files_under(checkout), files_under(environment.directory)
-    environment.pip(*INSTALL, "--target", target, ".", cwd=checkout)
-    assert files_under(checkout) == sources
-    assert files_under(environment.directory) == before
-    assert files_under(environment.home) == set()
-    packages = {"interlace", "interlace_check", "interlace_bench"}
-    assert {name.split("/")[0].split("-")[0] for name in files_under(target)} == packages | {"bin"}
-
-    path = {"PYTHONPATH": str(target)}
-    package = Path(environment.run(environment.python, "-c", CHECK, **path).strip())
-    assert package == target / "interlace"
-    script = target / "bin" / "interlace"
-    assert "demo" in environment.run(environment.python, script, "--help", **path)
-
-
-@pytest.mark.slow
-def test_editable_install(checkout: Path, environment: Environment) -> None:
-    """`pip install -e .` points at the sources, and a change there shows at once."""
-    sources = files_under(checkout)
-    environment.pip(*INSTALL, "--editable", ".", cwd=checkout)
-    assert files_under(checkout) == sources
-    package = Path(environment.run(environment.python, "-c", CHECK).strip())
-    assert package == checkout / "src" / "interlace"
-    (package / "errors.py").write_text("ADDED = 'seen'\n")
-    (package / "__init__.py").write_text("from interlace.errors import ADDED\n")
-    code = "import interlace; print(interlace.ADDED)"
-    assert environment.run(environment.python, "-c", code).strip() == "seen"
+    package = Path(run(python, "-c", CHECK, cwd=home, home=home).strip())
+    assert package == site / "interlace"
+    assert "demo" in run(environment / "bin" / "interlace", "--help", cwd=home, home=home)
+    assert files_under(home) == set()
 
 
 def test_the_sdist_runs_make(tmp_path: Path) -> None:

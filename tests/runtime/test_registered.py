@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.runtime.programs import executor_of
 from tests.support.interpreter import LifetimeFault, run_ranks
 from tests.support.pool import Pool
-from tests.support.registered import REGISTERED, ROWS, RUNS, TEXTS, K, N, drawn
+from tests.support.registered import REGISTERED, ROWS, TEXTS, K, N, drawn
 from torch.distributed.device_mesh import init_device_mesh
 
 from interlace.errors import ExecutorError, InterlaceError
@@ -32,16 +32,63 @@ def registering(kind: str, tensor: torch.Tensor | None, **options: Any) -> Execu
     return executor_of(program, registered=given, **options)
 
 
+def run_gather_matmul(seed: int, runs: int, options: dict[str, Any]) -> list[str]:
+    """The shard is written anew before each run, at once after the one before."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x = torch.empty(ROWS, K)
+    wrong: list[str] = []
+    with registering("gather_matmul", x, **options).prepare() as executor:
+        for run in range(runs):
+            x.copy_(drawn(rank, seed + run, ROWS, K))
+            w = drawn(0, seed - run, K, N)
+            (y,) = executor.run([x, w])
+            whole = torch.cat([drawn(other, seed + run, ROWS, K) for other in range(world)])
+            if not torch.equal(y, whole @ w):
+                wrong.append(f"run {run}: y differs")
+            x.fill_(torch.nan)  # peers are done with it
+    return wrong
+
+
+def run_gather_put(seed: int, runs: int, options: dict[str, Any]) -> list[str]:
+    """What peers write is in the caller's own output, which is what comes back."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    y = torch.empty(world * ROWS, K)
+    wrong: list[str] = []
+    with registering("gather_put", y, **options).prepare() as executor:
+        for run in range(runs):
+            y.fill_(torch.nan)
+            (found,) = executor.run([drawn(rank, seed + run, ROWS, K)], [y] if run % 2 else None)
+            whole = torch.cat([drawn(other, seed + run, ROWS, K) for other in range(world)])
+            if found is not y or not torch.equal(y, whole):
+                wrong.append(f"run {run}: y differs")
+    return wrong
+
+
+def run_update(seed: int, runs: int, options: dict[str, Any]) -> list[str]:
+    """A flat buffer of parameters, which lies in the midst of a larger tensor."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    arena = torch.full((3, world * ROWS, K), 7.0)
+    flat = arena[1]
+    flat.copy_(drawn(99, seed, world * ROWS, K))
+    wanted = flat.clone()
+    wrong: list[str] = []
+    with registering("update", flat, **options).prepare() as executor:
+        for run in range(runs):
+            (found,) = executor.run([flat, drawn(rank, seed + run, ROWS, K)])
+            wanted += torch.cat([drawn(other, seed + run, ROWS, K) for other in range(world)])
+            if found is not flat or not torch.equal(flat, wanted):
+                wrong.append(f"run {run}: flat differs")
+    if not (arena[0] == 7).all() or not (arena[2] == 7).all():
+        wrong.append("what lies around the parameter was written")
+    return wrong
+
+
+RUNS = {"gather_matmul": run_gather_matmul, "gather_put": run_gather_put, "update": run_update}
+
+
 def run_both(kind: str, seed: int) -> list[str]:
     """On streams, and in order."""
-    wrong = list[str]()
-    for alone in (False, True):
-
-        def make(kind: str, tensor: torch.Tensor, alone: bool = alone) -> Executor:
-            return registering(kind, tensor, in_order=alone).prepare()
-
-        wrong += RUNS[kind](make, seed, 4, "cpu")
-    return wrong
+    return [wrong for alone in (False, True) for wrong in RUNS[kind](seed, 4, {"in_order": alone})]
 
 
 @pytest.mark.parametrize("world", [2, 4])
