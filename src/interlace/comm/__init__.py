@@ -24,10 +24,10 @@ from interlace.comm.host.signals import BoundedWait, fence, stamp
 from interlace.comm.host.slots import Slot, SlotPool, Use
 from interlace.comm.host.workspace import Demand, Workspace
 from interlace.comm.rendezvous.board import Board
-from interlace.comm.resets import num_resets
 from interlace.comm.teams import (
     TeamComm,
     attending,
+    num_resets,
     release_teams,
     team_of,
 )
