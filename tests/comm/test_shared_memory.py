@@ -178,7 +178,7 @@ def test_a_wait_is_not_over_while_there_is_progress() -> None:
     going, start = True, time.monotonic()
     wait.until(lambda: time.monotonic() - start > 0.6)
     going = False
-    with pytest.raises(CommTimeoutError, match="no progress in 0.2 s"):
+    with pytest.raises(CommTimeoutError, match=r"no progress in 0\.2 s"):
         wait.until(lambda: False)
 
 

@@ -18,7 +18,6 @@ from interlace.comm.collectives import Spec, bind_collective
 from interlace.comm.control import Control
 from interlace.comm.host.messages import Mailbox, Transfer, exchange
 from interlace.comm.host.peer_collectives import bind_peer_collective, staged_nbytes
-from interlace.comm.host.registered import Registered, share_on_host
 from interlace.comm.host.shared_memory import Segment
 from interlace.comm.host.signals import BoundedWait, fence, stamp
 from interlace.comm.host.slots import Slot, SlotPool, Use

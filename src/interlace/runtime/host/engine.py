@@ -28,7 +28,7 @@ from typing import cast
 
 import torch
 
-from interlace.comm import BoundedWait, Registered, Slot, Workspace, share_on_host
+from interlace.comm import BoundedWait, Slot, Workspace
 from interlace.comm.between_hosts import ASK_S
 from interlace.comm.control import DONE, ENTERED, PROGRESS, STREAMS, progress_of
 from interlace.comm.rendezvous.patience import Patience
@@ -38,7 +38,6 @@ from interlace.runtime.calling.calls import Outputs, Thunk, in_turn
 from interlace.runtime.engine import Engine, EngineContext, ShareRequest, TeamResources
 from interlace.runtime.host.binder import HostBinder
 from interlace.runtime.prepare.plan import listed
-from interlace.runtime.prepare.registered import written
 from interlace.torch_private import set_grad_enabled
 
 GRACE_S = 1.0
@@ -91,8 +90,6 @@ class CpuEngine(Engine):
     def share(request: ShareRequest) -> TeamResources:
         plan, limit = request.plan, request.timeout_s
         slots, spaces = dict[str, Slot](), dict[str, Workspace]()
-        registered: dict[str, Registered] = {}
-        inputs = [buffer.name for buffer in plan.program.params if buffer.kind == "input"]
         request.refuse_memory()
         for name, team in request.ordered():
             topic = f"{team.num_prepared}/{name}"
@@ -104,10 +101,7 @@ class CpuEngine(Engine):
             spaces[name] = Workspace(team, topic, plan.demands[name], limit)
             for _, backend in (key for key in request.backends if key[0] == name):
                 team.backend(backend, request.device.type, limit)
-            if name in request.registered:
-                facts = inputs, written(plan.program), limit
-                registered |= share_on_host(team, topic, request.registered[name], *facts)
-        return TeamResources(request.teams, slots, spaces, registered=registered)
+        return TeamResources(request.teams, slots, spaces)
 
     def _bind(self, context: EngineContext) -> list[Stream]:
         """Every op as a step of its stream; of one stream for all with the option `in_order`."""
@@ -211,12 +205,6 @@ class CpuEngine(Engine):
                 self._spans.clear()
             if out is None:
                 out = self._outputs.new() if self._outputs.names else ()
-            held = self._values.registered
-            if held:
-                self._inputs.check_places(inputs)
-                self._outputs.check_places(out)
-                for each in held.values():
-                    each.enter()
             self._values.start((*inputs, *out), self._uses)
             if boxed:
                 cast("list[torch.Tensor]", inputs).clear()
@@ -231,8 +219,6 @@ class CpuEngine(Engine):
                     raise failure
                 finally:
                     del failure  # else its own traceback would keep it, and the run's tensors
-            for each in held.values():
-                each.leave()
             results = self._results()
             for control in self._controls:
                 control.leave()
