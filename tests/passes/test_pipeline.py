@@ -7,10 +7,9 @@ import random
 import pytest
 from tests.fuzzing.draw import Draw
 from tests.passes.samples import KINDS
-from tests.support.registered import TEXTS
 
 from interlace.errors import PassError, SoundnessError
-from interlace.ir import Fused, Get, Notify, Put, Recv, Send, parse, validate
+from interlace.ir import Fused, Recv, Send, parse
 from interlace.options import Options, Regions
 from interlace.passes import PASSES, Pass, lower, parse_pipeline, run_pipeline, spell
 from interlace.passes.decompose import Decompose
@@ -105,7 +104,7 @@ def test_streams_that_messages_need_stay(overlap: bool) -> None:
 
 @pytest.mark.timeout(200)
 def test_what_is_sound_stays_sound(seed: int) -> None:
-    """Programs with ops of every kind by hand, on registered and symmetric memory too."""
+    """Programs with ops of every kind by hand, on symmetric memory too."""
     rng, seen = random.Random(seed), 0
     while seen < 100:
         part = rng.getrandbits(32)
@@ -116,67 +115,3 @@ def test_what_is_sound_stays_sound(seed: int) -> None:
         seen += 1
         made = lower(program, Options(overlap=drawn.random() < 0.7))
         assert check(made).sound, f"part {part}:\n{program}\n{made}"
-
-
-# passes keep what orders registered parameters with peers, and with their callers
-
-
-BARRIERS = """
-def f(tp: Team[3], w: f32[4, 2].registered(tp), y: out[f32[4, 2].registered(tp)]):
-    comm: barrier(team=tp)
-    comm: get(w, y, peer=tp.rank + 1)
-    comm: record(read)
-    main: wait(read)
-    main: barrier(team=tp)
-"""
-
-OTHER_TEAM = """
-def f(a: Team[2], w: Team[[0, 1]], x: f32[4].registered(a), y: out[f32[4]]):
-    main: notify(begun, to=w.others)
-    comm: expect(begun, w.rank + 1)
-    comm: get(x, y, peer=a.rank + 1)
-    comm: notify(done, to=w.others)
-    comm: record(got)
-    main: wait(got)
-    main: expect(done, w.rank + 1)
-"""
-OTHER_BARRIERS = """
-def f(a: Team[3], w: Team[[0, 1, 2]], x: f32[4].registered(a), y: out[f32[4]]):
-    main: barrier(team=w)
-    main: get(x, y, peer=a.rank + 1)
-    main: barrier(team=w)
-"""
-RELAY = """
-def f(tp: Team[3], x: f32[4].registered(tp), y: out[f32[4]]):
-    main: notify(begun, to=tp.rank + 1)
-    main: expect(begun, tp.rank - 1)
-    main: notify(told, to=tp.rank + 1)
-    main: expect(told, tp.rank - 1)
-    main: get(x, y, peer=tp.rank - 2)
-    main: notify(done, to=tp.others)
-    main: expect(done, tp.rank + 1)
-    main: expect(done, tp.rank + 2)
-"""
-"""What the next rank but one has begun is passed on by the rank between."""
-MORE = {
-    "relay": RELAY,
-    "barriers": BARRIERS,
-    "other team": OTHER_TEAM,
-    "other team's barriers": OTHER_BARRIERS,
-}
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("kind", [*TEXTS, *MORE])
-def test_lowered_programs_stay_sound(kind: str, world: int, overlap: bool) -> None:
-    source = parse(MORE[kind].strip() if kind in MORE else TEXTS[kind](world))
-    assert check(source).sound
-    lowered = lower(source, Options(overlap=overlap))
-    validate(lowered)
-    check(lowered).raise_if_unsound()
-    assert check(lowered, in_order=True).sound
-    kept = (Get, Put, Notify)
-    counts = [sum(isinstance(op, kept) for op in p.ops) for p in (source, lowered)]
-    assert counts[0] == counts[1] > 0

@@ -32,6 +32,7 @@ from interlace.ir import kernels as kernels_file
 from interlace.ir.sizes import number
 from interlace.kernels.gemm import support
 from interlace.options import Options
+from interlace.runtime.arena import Arena
 from interlace.runtime.calling.calls import Thunk
 from interlace.runtime.cuda import binder as binder_file
 from interlace.runtime.cuda import engine as engine_file
@@ -45,7 +46,7 @@ from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Parameters
 from interlace.runtime.prepare.plan import Plan
 from interlace.runtime.run_sizes import RunSizes
-from interlace.runtime.values import ValueTable, arena_for, nbytes
+from interlace.runtime.values import ValueTable, nbytes
 
 MAIN = 1
 """The handle of the caller's stream; the others count on from there."""
@@ -391,7 +392,7 @@ def fake_engine(
         plan.program,
         plan.box,
         resources.slots,
-        arena_for(plan.program, device),
+        device,
         RunSizes({}),
     )
     options = options or Options()
@@ -409,7 +410,9 @@ def fake_engine(
         *(plan, values, resources, options, device, flight, limit, None),
         *(inputs, outputs, tuple),
         RunLabel(program.name, lambda _: 7, values.sizes, flight.text),
+        Arena(device) if beside is None else beside.engine.context.arena,
     )
+    context.arena.hold(values.nbytes)
     engines: list[CudaEngine] = []
     matmuls = {
         f"{kind.title()}Matmul": lambda kind=kind, **facts: FakeKernel(kind, driver, facts)

@@ -18,9 +18,6 @@ Note [Signals publish]
     orders X and Y, all that meets peers between them stays where it is, on all teams; but on the
     buffer's own team alone where a collective of it stands between them that begins on all members
     before it ends.
-    What callers register has no copies. There, what publishes, on any team, stays after all earlier
-    accesses, what admits before all later ones; and with three ranks or more, which may pass on
-    what they learned, what publishes stays after all that admitted before.
     An Expect stays after its Notify, which keeps the list free of deadlocks in order.
 """
 
@@ -289,8 +286,6 @@ class _Team:
         self.meetings: list[int] = []
         """All that meets peers: signals, collectives, messages."""
         self.uses: defaultdict[str, list[_Use]] = defaultdict(list)
-        self.registered: list[int] = []
-        """The ops that touch what callers registered."""
         self.proofs: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         """For each distance the Expects, each with the Notify that satisfies it."""
 
@@ -309,14 +304,12 @@ def _signal_edges(
     for name, team in teams.items():
         for signal in dict.fromkeys((*team.notifies, *team.expects)):
             _match(name, team, signal, edges, listed)
-        relays = max(each.size for each in teams.values()) > 2
-        _keep(program, team.registered, meetings, relays, edges)
     if frozen:  # other Programs share the signals
         used = {use.op for team in teams.values() for uses in team.uses.values() for use in uses}
         levels = (
             level for t in teams.values() for level in (*t.notifies.values(), *t.expects.values())
         )
-        _keep(program, sorted(used), sorted({i for each in levels for i, _ in each}), False, edges)
+        _keep(program, sorted(used), sorted({i for each in levels for i, _ in each}), edges)
         return
     for name, team in teams.items():
         for uses in team.uses.values():
@@ -348,9 +341,6 @@ def _teams(program: Program, overlaps: Overlaps, touched: Touched) -> dict[str, 
                 buffer = shared.get(access.view.buffer)
                 if buffer is not None and buffer.team is not None:
                     team = teams[buffer.team]
-                    if buffer.registered:
-                        team.registered.append(index)
-                        continue
                     offset = 0 if access.peer is None else _offset(access.peer, team.size)
                     use = _Use(index, write, offset, overlaps.extent(access.view))
                     team.uses[buffer.name].append(use)
@@ -394,19 +384,14 @@ def _match(name: str, team: _Team, signal: str, edges: Edges, listed: Edges) -> 
                     team.proofs[-distance % team.size].append((index, notify))
 
 
-def _keep(
-    program: Program, uses: Sequence[int], meetings: Sequence[int], relays: bool, edges: Edges
-) -> None:
+def _keep(program: Program, uses: Sequence[int], meetings: Sequence[int], edges: Edges) -> None:
     """Every meeting after the uses that it may publish, and before those that it may admit, as it
-    is listed; with `relays` also after the meetings that admitted something before."""
-    admitted: list[int] = []
+    is listed."""
     for index in meetings if uses else ():
         ordering = program.ops[index].ordering()
         if ordering.expects is None:
             edges[index].update(used for used in uses if used < index)
-            edges[index].update(admitted if relays else ())
         if ordering.raises is None:
-            admitted.append(index)
             for used in uses:
                 if used > index:
                     edges[used].add(index)

@@ -26,6 +26,7 @@ from interlace.comm import (
 from interlace.errors import BackendError, ExecutorError, UnsupportedError
 from interlace.ir import Op, Program
 from interlace.options import Options
+from interlace.runtime.arena import Arena
 from interlace.runtime.calling.calls import Outputs, Results
 from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Parameters
@@ -97,6 +98,7 @@ class EngineContext:
     outputs: Parameters
     results: Results
     label: RunLabel
+    arena: Arena
 
     def check(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None) -> None:
         """Raises for tensors that are not what a run takes."""

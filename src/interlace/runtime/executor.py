@@ -30,13 +30,14 @@ from interlace.comm.resets import reset_in_turn
 from interlace.comm.teams import check_alive, check_process, check_size
 from interlace.cost import Timeline
 from interlace.cost.memory import lasting_bytes
-from interlace.errors import ExecutorError, TeamError, UnsupportedError
+from interlace.errors import ExecutorError, TeamError
 from interlace.ir import Program, validate
 from interlace.ir.program import exchanged_sizes, lasting_sizes
 from interlace.ir.sizes import FIXED, named, settled
 from interlace.ir.types import Member
 from interlace.ir.validate import refuse_others
 from interlace.options import BACKENDS, Options
+from interlace.runtime.arena import arena_for
 from interlace.runtime.calling.calls import Outputs, reader_of
 from interlace.runtime.engine import (
     BeforeOp,
@@ -51,7 +52,7 @@ from interlace.runtime.inputs import Measure, Parameters, measured_sizes, measur
 from interlace.runtime.prepare.agreement import Agreement, agree_and_prove, program_rank
 from interlace.runtime.prepare.plan import Plan, backends_of, with_backends
 from interlace.runtime.run_sizes import RunSizes
-from interlace.runtime.values import ValueTable, arena_for, laid_out
+from interlace.runtime.values import ValueTable, laid_out
 
 MIXER, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 """Multiplier that spreads 32 bits over the 64 of a tag, and the mask of 64 bits."""
@@ -197,7 +198,6 @@ class Executor:
         """Once prepared: the sizes that it runs, where the Program has named ones."""
         self.single = ""
         """Once prepared: why it runs one size alone, if it does and the Program has named ones."""
-        self._arena = torch.UntypedStorage(0)
         self._measures: tuple[Measure | None, ...] = ()
         self._size_values: tuple[int, ...] = ()
         """The values of the named sizes that runs are of."""
@@ -216,12 +216,6 @@ class Executor:
         limit = self.limit_s
         validate(self.program)
         refuse_others(self.program, self._operators)
-        for buffer in (buffer for buffer in self.program.params if buffer.registered):
-            raise UnsupportedError(
-                f"{self.program.name} registers {buffer.name!r} with team {buffer.team}, and peers "
-                "reach symmetric buffers alone. fix: copy it from or to one (alloc(..., "
-                f"symmetric={buffer.team}))"
-            )
         members = self.program.where(self.rank).members
         for name in (team.name for team in self.program.teams if team.name in members):
             team = self._team_of(name, members)
@@ -258,7 +252,12 @@ class Executor:
                 request = ShareRequest(plan, self._teams, *facts, together, self._kept.shared)
                 with settled(self.sizes):
                     self._shared, self._backends = self._engine_class.share(request), pairs
-                    self._arena = arena_for(plan.program, self.device)
+                    _, nbytes = laid_out(plan.buffers)
+                keys = [team.key for team in teams]
+                arena = self._arena = arena_for(self.device, self.options.graph, keys)
+                if nbytes:
+                    arena.hold(nbytes)
+                    self._kept.shared.callback(arena.let_go, nbytes)
                 self._bind(self.sizes.values)
             except BaseException:
                 self._kept.close()
@@ -341,7 +340,7 @@ class Executor:
             for team, name in self._backends
         }
         resources = dataclasses.replace(self._shared, backends=connected, uses={})
-        values = ValueTable(program, plan.box, resources.slots, self._arena, run_sizes, self.host)
+        values = ValueTable(program, plan.box, resources.slots, self.device, run_sizes, self.host)
         params = [[b for b in program.params if b.kind == k] for k in ("input", "output")]
         facts = self.device, self.host, run_sizes
         # Sizes that no exchange depends on may be others on each rank.
@@ -364,6 +363,7 @@ class Executor:
             outputs=Parameters(program.name, "output", params[1], *facts),
             results=reader_of(program.returned(), plan, values),
             label=label,
+            arena=self._arena,
         )
 
     def run(
@@ -536,8 +536,7 @@ class Executor:
         when nothing holds their backends."""
         self._closed = True
         self._finalizer()
-        self.engine, self._arena = None, torch.UntypedStorage(0)
-        self._teams = {}
+        self.engine, self._teams = None, {}
         self._shared = TeamResources({}, {}, {})
 
     def __enter__(self) -> Executor:
