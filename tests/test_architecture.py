@@ -10,8 +10,11 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 from tests.conftest import ROOT
+from tests.frontend.models import feed_forward
 from tests.support.pool import Pool
+from torch.distributed.tensor import Shard
 
 import interlace
 
@@ -55,25 +58,8 @@ class Calls:
 
 def compile_and_run() -> tuple[list[Step], list[Step]]:
     """What compiling a two-layer tensor-parallel model calls, and what a later run of it calls."""
-    import torch
-    import torch.nn as nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     # sizes of no other test, since the process keeps proofs
-    mlp = nn.Sequential(nn.Linear(256, 1088), nn.GELU(), nn.Linear(1088, 256))
-    plan = {
-        "0": ColwiseParallel(input_layouts=Shard(0)),
-        "2": RowwiseParallel(output_layouts=Shard(0)),
-    }
-    parallelize_module(mlp, mesh, plan)
-    x = torch.randn(64, 256)
+    mlp, x = feed_forward(272, Shard(0), Shard(0)), torch.randn(64, 272)
     with torch.no_grad():
         step = torch.compile(mlp, backend="interlace")
         with Calls() as compiling:

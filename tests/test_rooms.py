@@ -6,6 +6,7 @@ Who may import whom is written once, in pyproject.toml (`[tool.importlinter]`, r
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +22,7 @@ FILES = {
     for package in PACKAGES
     for path in sorted((SOURCE / package).rglob("*.py"))
 }
-
 WITHOUT_TORCH = (
-    "interlace",
     "interlace.ir",
     "interlace.verify",
     "interlace.cost",
@@ -54,6 +53,12 @@ PICKLING_CALLS = {
 }
 
 
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Each file, parsed once."""
+    return {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+
+
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     """Runs `code` in a fresh interpreter that finds the same `interlace`."""
     code = f"import sys; sys.path.insert(0, {str(SOURCE)!r})\n{code}"
@@ -62,37 +67,30 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("module", WITHOUT_TORCH)
-def test_imports_without_torch(module: str) -> None:
-    blocked = "for name in ('torch', 'triton', 'numpy'): sys.modules[name] = None\n"
-    done = run_python(f"{blocked}import {module}; print({module}.__name__)")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == module
-
-
-def test_import_is_quick() -> None:
-    """`import interlace` brings neither torch nor the terminal libraries with it."""
-    heavy = "{'torch', 'numpy', 'rich', 'typer', 'multiprocessing'}"
-    done = run_python(f"import interlace; print(sorted({heavy} & set(sys.modules)))")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
-
-
-def test_a_run_loads_no_page_and_nothing_that_checks_or_measures() -> None:
+def test_rooms_of_the_schedule_as_data_import_without_torch() -> None:
+    """And `import interlace` brings neither it nor the terminal libraries with it."""
     done = run_python(
-        "import sys, interlace.frontend.explain, interlace.frontend.schedules, interlace.runtime\n"
-        "rest = ('interlace.trace.html', 'interlace.trace.perfetto', 'interlace_')\n"
-        "print([name for name in sys.modules if name.startswith(rest)])"
+        "import importlib, interlace\n"
+        "heavy = {'torch', 'numpy', 'rich', 'typer', 'multiprocessing'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+        "for name in ('torch', 'triton', 'numpy'): sys.modules[name] = None\n"
+        f"for name in {WITHOUT_TORCH}: print(importlib.import_module(name).__name__)\n"
     )
-    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[]", *WITHOUT_TORCH]
 
 
-def test_no_module_touches_cuda_when_imported() -> None:
+def test_imports_touch_no_cuda_and_a_run_loads_no_page_and_nothing_that_checks_or_measures() -> (
+    None
+):
     done = run_python(
         "import importlib, pkgutil, torch\n"
         "def refuse(*args, **kwargs): raise AssertionError('CUDA was initialised by an import')\n"
         "torch.cuda._lazy_init = torch.cuda.init = refuse\n"
         "torch.cuda.is_available = torch.cuda.device_count = refuse\n"
+        "import interlace.frontend.explain, interlace.frontend.schedules, interlace.runtime\n"
+        "rest = ('interlace.trace.html', 'interlace.trace.perfetto', 'interlace_')\n"
+        "print([name for name in sys.modules if name.startswith(rest)])\n"
         f"packages = [importlib.import_module(name) for name in {PACKAGES}]\n"
         "names = [module.name for package in packages\n"
         "    for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.')]\n"
@@ -105,23 +103,22 @@ def test_no_module_touches_cuda_when_imported() -> None:
         "print(len(names))\n"
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == len(FILES) - len(PACKAGES), (
-        "a directory without __init__.py is no package"
-    )
+    loaded, count = done.stdout.splitlines()
+    assert loaded == "[]"
+    assert int(count) == len(FILES) - len(PACKAGES), "a directory without __init__.py is no package"
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_file_says_what_it_is(name: str) -> None:
-    text = FILES[name].read_text()
-    assert ast.get_docstring(ast.parse(text)), "a module docstring says what, why, with an example"
+def test_files_say_what_they_are() -> None:
+    """A module docstring says what, why, with an example."""
+    assert not [name for name, tree in trees().items() if not ast.get_docstring(tree)]
 
 
 def test_docstrings_say_what_a_thing_is_or_does() -> None:
     """The first word is a noun or a verb of the field: "True if ...", not "Whether ..."."""
     told = [
         f"{name}:{node.lineno}: {node.value.value.split(maxsplit=1)[0]}"
-        for name, path in FILES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for name, tree in trees().items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
@@ -130,10 +127,9 @@ def test_docstrings_say_what_a_thing_is_or_does() -> None:
     assert not told, "\n".join(told)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_file_keeps_the_rules(name: str) -> None:
+def test_files_keep_the_rules() -> None:
     """No pickle, no environment variable as an option, no state that a function rebinds."""
-    breaches = list(find_breaches(ast.parse(FILES[name].read_text()), name))
+    breaches = [told for name, tree in trees().items() for told in find_breaches(tree, name)]
     assert not breaches, "\n".join(breaches)
 
 
@@ -157,7 +153,7 @@ def test_each_rule_fires(code: str, told: str) -> None:
 def test_allow_list_is_in_use() -> None:
     """An entry that is needed no longer goes."""
     for name in ENVIRONMENT_READERS:
-        found = find_breaches(ast.parse(FILES[name].read_text()), "made_up.py")
+        found = find_breaches(trees()[name], "made_up.py")
         assert any("environment" in breach for breach in found), name
 
 

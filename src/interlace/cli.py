@@ -34,6 +34,7 @@ GONE = {
     "fuzz": "it is `python -m tests.fuzzing` in a checkout of the repository",
     "demo --in-order": "leave it out: on GPUs and beyond two ranks the demo trains in order too",
     "doctor --calibration": "`interlace explain FILE --calibration FILE` reads it",
+    "doctor --timeout": "leave it out: doctor looks at its own host, and waits for nobody",
     "explain --html": "`interlace simulate FILE --html PAGE` draws a schedule",
     "bench transformer --profile": "`interlace.export`, then `interlace simulate --html`",
     "bench interconnect --calibration": "`interlace calibrate` writes such a file",
@@ -57,6 +58,7 @@ GONE = {
     },
     "run --inputs": "`interlace.Executor` runs a schedule on tensors of your own",
     "bench transformer --simulate": "`interlace simulate FILE` predicts an exported schedule",
+    "calibrate --from": "leave it out: what `auto` chooses by is measured where it runs",
     "calibrate --measure": "leave it out: all is measured",
     "calibrate --preset": "`--shapes` chooses the sites",
     **{

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from interlace.cost import SiteKey
-from interlace.errors import CalibrationError
-from interlace_bench.measured_sites import gpu_of, site_times
+from interlace_bench.measured_sites import site_times
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -49,17 +48,5 @@ def test_kinds_and_modes(op: str, kind: str) -> None:
 
 def test_what_tells_nothing_is_left_out() -> None:
     failed = row(error="wrong: off by 3")
-    assert site_times([failed, row(median_us=""), row(median_us="nan"), row(op="matmul")]) == []
+    assert site_times([failed, row(median_us=""), row(median_us="nan")]) == []
     assert site_times([]) == []
-
-
-def test_the_last_gpu_counts() -> None:
-    rows = [row(gpu="H100", world=8, median_us=1), row(), row(world=2)]
-    assert [time.site.world for time in site_times(rows)] == [4, 2]
-    assert gpu_of(rows) == ("H200", 4)
-    assert gpu_of([]) == ("", 0)
-
-
-def test_rows_of_another_kind() -> None:
-    with pytest.raises(CalibrationError, match="a row of sites needs op, m"):
-        site_times([{"op": "ag_gemm", "strategy": "serial", "m": "many"}])

@@ -1,8 +1,7 @@
-"""`interlace calibrate`: files from measuring and from rows, and what `explain` makes of them."""
+"""`interlace calibrate`: the file that it writes, and what `explain` makes of them."""
 
 from __future__ import annotations
 
-import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from tests.cli.test_texts import run
 
 from interlace.cost import Machine, default_machine, default_path, fingerprint
 from interlace.cost.machine import Link
+from interlace_bench.measured_sites import site_times, with_sites
 from interlace_bench.settings import nbytes
 
 SITE = """def f(tp: Team[4], x: bf16[{part}, 512], w: bf16[512, 1024]):
@@ -23,12 +23,6 @@ SITE = """def f(tp: Team[4], x: bf16[{part}, 512], w: bf16[512, 1024]):
 """
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of GPUs are read here as where there are none."""
-    monkeypatch.setattr("interlace_bench.commands.calibrate.count_gpus", lambda: 0)
-
-
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of the test's own."""
@@ -36,49 +30,24 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.fixture
-def rows(tmp_path: Path) -> Path:
-    """Rows of sites that were measured on GPUs; `exchange` is quickest, eager and as a graph."""
-    times = {"serial": 100, "get": 90, "put": 80, "fused": 60, "exchange": 50, "auto": 10}
-    path = tmp_path / "overlap.csv"
-    with path.open("w", newline="") as file:
-        base = {"op": "ag_gemm", "m": 4096, "k": 512, "n": 1024, "dtype": "bf16", "world": 4}
-        writer = csv.DictWriter(file, [*base, "strategy", "mode", "median_us", "error", "gpu"])
-        writer.writeheader()
-        for mode in ("eager", "graph"):
-            for name, us in times.items():
-                done = {"strategy": name, "mode": mode, "median_us": us}
-                writer.writerow({**base, **done, "error": "", "gpu": "NVIDIA H200"})
-    return path
-
-
-def test_rows_make_a_file_where_auto_looks(cache: Path, rows: Path) -> None:
-    text = run("calibrate", "--from", str(rows), "--device", "cuda")
-    path = default_path("4 x NVIDIA H200")
-    assert path.parent == cache / "interlace"
-    assert text.endswith(f"wrote {path}\n")
-    machine = Machine.load(path)
-    assert machine.host == fingerprint("4 x NVIDIA H200")
-    assert len(machine.sites) == 10
-    again = json.loads(run("calibrate", "--from", str(rows), "--device", "cuda", "--json"))
-    assert (again["sites"], again["site times"]) == (2, 10)
-
-
-def test_files_of_samples_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "samples.csv"
-    path.write_text("kind,nbytes,seconds\nput,1024,0.001\n")
-    text = run("calibrate", "--from", str(path), "--device", "cpu", code=2)
-    assert "samples are no longer read. fix: run `interlace calibrate`" in " ".join(text.split())
-
-
 def test_sizes_of_messages_have_units() -> None:
     assert "'1MB/s' is no size" in run("calibrate", "--most", "1MB/s", "--device", "cpu", code=2)
     assert nbytes("1MiB") == nbytes("1M") == nbytes("1048576") == 1 << 20
 
 
-def test_explain_gives_predicted_and_measured(rows: Path, tmp_path: Path) -> None:
+def test_explain_gives_predicted_and_measured(tmp_path: Path) -> None:
+    """`exchange` is quickest, eager and as a graph."""
     out = tmp_path / "mine.json"
-    run("calibrate", "--from", str(rows), "--device", "cuda", "--out", str(out))
+    site = {"op": "ag_gemm", "m": 4096, "k": 512, "n": 1024, "dtype": "bf16", "world": 4}
+    times = {"serial": 100, "get": 90, "put": 80, "fused": 60, "exchange": 50, "auto": 10}
+    rows = [
+        {**site, "strategy": name, "mode": mode, "median_us": us}
+        for mode in ("eager", "graph")
+        for name, us in times.items()
+    ]
+    machine = with_sites(default_machine("cuda").replace(name="mine"), site_times(rows))
+    assert len(machine.sites) == 10
+    machine.save(out)
     path = tmp_path / "site.ilc"
     path.write_text(SITE.format(part=1024, rows=4096))
     for graph in ([], ["--graph"]):
@@ -98,23 +67,15 @@ def test_explain_gives_predicted_and_measured(rows: Path, tmp_path: Path) -> Non
     assert line.split()[4:] == ["0.060", "ms"]
 
 
-def test_errors(rows: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other.csv"
-    other.write_text("op,median_us\nag_gemm,1\n")
-    text = run("calibrate", "--from", str(other), "--device", "cuda", code=2)
-    assert "do not say which GPU" in text
+def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "all is measured" in run("calibrate", "--measure", "moon", code=2)
-    assert "cannot read" in run("calibrate", "--from", str(tmp_path / "none.csv"), code=2)
+    assert "is measured where it runs" in run("calibrate", "--from", "rows.csv", code=2)
     path = tmp_path / "file"
     path.write_text("")
     out = str(path / "x.json")
-    text = run("calibrate", "--from", str(rows), "--device", "cuda", "--out", out, code=2)
-    assert "CalibrationError" in text
-    here = ["--device", "cpu", "--out", str(tmp_path / "here.json")]
-    text = run("calibrate", "--from", str(rows), *here, code=2)
-    assert "measured on 'NVIDIA H200'" in text
-    assert "give --device cuda" in text
-    assert not (tmp_path / "here.json").exists()
+    monkeypatch.setattr("interlace_bench.ranks.run", lambda *_: pytest.fail("measured"))
+    text = run("calibrate", "--device", "cpu", "--out", out, code=2)
+    assert "error" in text.lower()
 
 
 def test_what_is_measured_on_several_hosts(

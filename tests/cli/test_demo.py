@@ -12,7 +12,7 @@ import pytest
 from tests.cli.schedules import command
 from tests.trace.chromium import dump_dom
 
-from interlace.ir import parse
+from interlace.ir import Collective, parse
 from interlace.launch import has_avx512
 from interlace.trace.figures import percent
 from interlace.verify import check
@@ -74,6 +74,8 @@ def test_the_programs_written_are_sound_and_overlapped(
     for path in paths:
         program = parse(path.read_text())
         assert check(program).sound
+        collectives = [op for op in program.ops if isinstance(op, Collective)]
+        assert all(op.site is not None for op in collectives), "one is not explained"
         if "serial" in path.name:
             continue
         assert len(program.streams()) > 1

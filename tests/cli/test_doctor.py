@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from typer.testing import CliRunner
 
 from interlace.cli import app
 from interlace.commands import doctor
-from interlace.commands.doctor import job_checks, look_at_gpus
+from interlace.commands.doctor import look_at_gpus
 from interlace.cost import default_machine
 from interlace.errors import BackendError
 
@@ -135,60 +134,17 @@ def test_a_cuda_build_without_a_gpu() -> None:
     assert "nvidia-smi" in found["GPUs"].fix
 
 
-def host(number: int, **facts: Any) -> dict[str, Any]:
-    """The note of a host's first rank."""
-    usual = {
-        "name": f"host-{number}",
-        "ranks": [number],
-        "python": "3.11.7",
-        "torch": "2.13.0",
-        "interlace": "0.1.0",
-        "device": "cpu",
-        "gloo": ["eth0", f"10.0.0.{number}"],
-        "checks": [],
-    }
-    return usual | facts
+def test_gloo_that_other_hosts_do_not_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    found = findings()["gloo's address"]
+    assert found.state == "absent"
+    assert found.found == "listens on 127.0.0.1 (GLOO_SOCKET_IFNAME=lo)"
+    assert "set GLOO_SOCKET_IFNAME on each host" in found.fix
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none-such")
+    assert "no IPv4 address" in findings()["gloo's address"].found
 
 
-SMALL = {"name": "shared memory", "state": "absent", "found": "64 MiB free", "fix": "remount it"}
-
-
-@pytest.mark.parametrize(
-    ("facts", "name", "state", "text"),
-    [
-        ({}, "gloo on host-1", "ok", "listens on 10.0.0.1 (GLOO_SOCKET_IFNAME=eth0)"),
-        ({"torch": "2.11.0"}, "torch of the hosts", "broken", "2.13.0 on host-0, 2.11.0 on host-1"),
-        ({"device": "cuda"}, "device of the hosts", "broken", "cpu on host-0, cuda on host-1"),
-        ({"gloo": ["lo", "127.0.0.1"]}, "gloo on host-1", "broken", "listens on 127.0.0.1"),
-        ({"gloo": ["eth7", ""]}, "gloo on host-1", "absent", "no IPv4 address"),
-        ({"checks": [SMALL]}, "shared memory on host-1", "absent", "64 MiB free"),
-    ],
-)
-def test_differences_between_hosts(facts: dict[str, Any], name: str, state: str, text: str) -> None:
-    checks = {check.name: check for check in job_checks([host(0), host(1, **facts)])}
-    assert (checks[name].state, text in checks[name].found) == (state, True)
-    assert bool(checks[name].fix) == (state != "ok")
-    others = {check.state for check in checks.values() if check.name != name}
-    assert others <= {"ok"}
-
-
-def test_loopback_is_for_one_host() -> None:
-    (check,) = job_checks([host(0, gloo=["lo", "127.0.0.1"])])
-    assert check.state == "ok"
-
-
-def test_the_address_of_an_interface() -> None:
-    assert doctor._gloo_address("lo") == "127.0.0.1"
-    assert doctor._gloo_address("none-such") == ""
-
-
-def test_ranks_that_do_not_meet_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    done = CliRunner().invoke(app, ["doctor", "--json", "--timeout", "1"])
-    error = json.loads(done.stdout)["error"]
-    assert (done.exit_code, error["type"]) == (2, "CommTimeoutError")
-    assert "MASTER_ADDR and MASTER_PORT can be reached" in error["message"]
+def test_one_rank_of_a_host_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    done = CliRunner().invoke(app, ["doctor"])
+    assert (done.exit_code, done.stdout) == (0, "")

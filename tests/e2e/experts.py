@@ -82,22 +82,6 @@ class Layers(Experts):
         return self.exchange(self.from_experts(y))
 
 
-class Counted(Experts):
-    """Groups whose ends are data, as where tokens were counted: no chunk can be cut beforehand."""
-
-    ends: Tensor
-
-    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(group, dtype)
-        ends = torch.tensor([3, EXPERTS * self.ranks * ROOM], dtype=torch.int32)
-        self.register_buffer("ends", ends)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = self.exchange(x).view(-1, DIM)
-        h = torch.relu(torch._grouped_mm(rows, self.up, self.ends))
-        return self.exchange(torch._grouped_mm(h, self.down, self.ends).view(x.shape))
-
-
 class Gated(Experts):
     """Two matmuls take the tokens; experts have biases."""
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.e2e.test_training import Trace, compiled, different, local
 from tests.runtime.programs import world_group
+from tests.support.captured import capture
 from tests.support.pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +25,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-import interlace.frontend
 from interlace.float8 import E4M3, Recipe, quantize
 from interlace.ir import Fused, FusedKernel, Get, parse
 from interlace.options import Options
@@ -68,7 +68,7 @@ def train(options: dict[str, Any], steps: int, seed: int) -> tuple[Trace, list[i
             },
         )
     trace: Trace = []
-    with interlace.frontend.capture() as captured:
+    with capture() as captured:
         forward = compiled(model, options)
         for _ in range(steps):
             x = torch.randn(world * 8, DIM).bfloat16()

@@ -15,12 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.experts import Experts, Gated, Grouped
-from tests.e2e.test_experts import assert_overlapped, compare
 from tests.runtime.programs import Outcome, attempt, world_group
 from tests.runtime.test_faults import TIMEOUT_S
 from tests.support.hosts import Hosts, HostsPool, made_or_skipped
-from tests.support.pool import Died
 
 from interlace.ir import Program, parse
 from interlace.options import Options
@@ -216,15 +213,6 @@ def once_running(mark: Path, act: Callable[[], None]) -> None:
     threading.Thread(target=wait_and_act, daemon=True).start()
 
 
-def test_a_rank_killed_in_a_run_is_named(pairs: HostsPool, tmp_path: Path, seed: int) -> None:
-    results = pairs(4).run(run_on, str(tmp_path / "running"), seed, 3, may_die={3})
-    assert results.pop(3) == Died(-signal.SIGKILL)
-    for error, text, seconds in results:
-        assert error == "PeerError"
-        assert re.search(r"rank 3( on host interlace-b)? of team tp\w* (died|stopped)", text), text
-        assert seconds < TIMEOUT_S + 5
-
-
 MESH = """def both(dp: Team[[0, 2], [1, 3]], tp: Team[[0, 1], [2, 3]], x: f32[4]):
     y = empty(f32[4])
     z = empty(f32[4])
@@ -330,16 +318,3 @@ def test_where_the_host_of_the_store_vanishes_no_rank_blames_its_own_host(
         assert "on host interlace-a" in text, text
         assert "on host interlace-b does not answer" not in text, text
         assert seconds < TIMEOUT_S + 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ring", "auto"])
-@pytest.mark.parametrize("kind", [Experts, Grouped, Gated])
-def test_experts_across_hosts(
-    pairs: HostsPool, kind: type[Experts], strategy: str, seed: int
-) -> None:
-    dtype = "float32" if kind is Experts else "bfloat16"
-    args = (kind, 1, dtype, True, seed, {"strategy": strategy})
-    for found in pairs(4).run(compare, *args, timeout_s=100.0):
-        assert_overlapped(found, strategy)
-        assert not found["different"]

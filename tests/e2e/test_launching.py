@@ -1,4 +1,4 @@
-"""A job on two hosts: `torchrun` on each, what `interlace doctor` finds there, and who listens."""
+"""A job on two hosts: `torchrun` on each, what `interlace doctor` says there, and who listens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -22,51 +21,17 @@ from tests.support.hosts import Hosts, HostsPool, made_or_skipped
 
 import interlace
 from interlace.comm import team_of
-from interlace.commands.doctor import look_at_job
-from interlace.errors import AgreementError
 from interlace.launch import joined
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "hosts.md").read_text()
 ENVIRON = {**os.environ, "PYTHONPATH": f"{Path(interlace.__file__).parents[1]}:{ROOT}"}
-DOCTOR = ("-m", "interlace", "doctor", "--json")
 pytestmark = pytest.mark.timeout(110)
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
     yield from made_or_skipped()
-
-
-def run_on(
-    hosts: Hosts, each: int, *programs: tuple[str, ...], interface: str = "eth0"
-) -> list[subprocess.CompletedProcess[str]]:
-    """What `torchrun` gives on the hosts, with so many ranks `each`; the second host is given up
-    20 s after the first has ended."""
-    environ = {**ENVIRON, "GLOO_SOCKET_IFNAME": interface}
-    environ = {name: value for name, value in environ.items() if value}
-    started: list[subprocess.Popen[str]] = []
-    for number, program in enumerate(programs):
-        address, first = hosts.address(number), hosts.address(0)
-        how = ("--nnodes", str(len(programs)), "--nproc-per-node", str(each))
-        how += ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:29400", "--rdzv-id", "7")
-        how += ("--rdzv-conf", f"is_host={int(number == 0)}", "--local-addr", address)
-        words = sys.executable, "-m", "torch.distributed.run", *how, *program
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen(hosts.command(number, *words), env=environ, **pipes))
-    done: list[subprocess.CompletedProcess[str]] = []
-    try:
-        for process, wait_s in zip(started, (60, 20), strict=True):
-            try:
-                told = process.communicate(timeout=wait_s)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                told = process.communicate()
-            done.append(subprocess.CompletedProcess(process.args, process.returncode, *told))
-    finally:
-        for process in started:
-            process.kill()
-    return done
 
 
 @pytest.mark.slow
@@ -82,27 +47,7 @@ def test_two_hosts_on_one_machine_as_told(hosts: Hosts) -> None:
         timeout=80,
     )
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^gloo on host-b +ok +listens on 10.77.0.2", done.stdout, re.MULTILINE)
-
-
-@pytest.mark.slow
-def test_doctor_tells_why_gloo_cannot_join_hosts(hosts: Hosts) -> None:
-    first, _ = run_on(hosts, 1, DOCTOR, DOCTOR, interface="")
-    facts = json.loads(first.stdout)
-    assert not facts["ok"]
-    broken = {check["name"]: check for check in facts["checks"] if check["state"] == "broken"}
-    assert {*broken} == {"gloo on interlace-a", "gloo on interlace-b"}
-    assert "listens on 127." in broken["gloo on interlace-b"]["found"]
-    assert "set GLOO_SOCKET_IFNAME" in broken["gloo on interlace-b"]["fix"]
-
-
-def test_doctor_ends_where_a_rank_never_comes() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    job |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    late = "rank 1 did not come to 'doctor' within 2 s, as rank 0 did"
-    with mock.patch.dict(os.environ, job), pytest.raises(AgreementError, match=late):
-        look_at_job([], 2.0)
+    assert re.search(r"^gloo.s address +ok +listens on 10.77.0.2", done.stdout, re.MULTILINE)
 
 
 def listening() -> list[str]:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.runtime.programs import world_group
 from tests.support.pool import Pool
 
-from interlace.errors import InterlaceError
-from interlace.ir import Program, parse_set
+from interlace.errors import TeamError
+from interlace.ir import Program, parse, parse_set
 from interlace.options import Options
 from interlace.runtime import Executor
 from interlace.verify import check
@@ -59,37 +60,34 @@ def numbers(seed: int, *sizes: int) -> torch.Tensor:
     return torch.randint(-3, 4, sizes, generator=generator).float()
 
 
-def stages(backend: str, drop: str = "") -> tuple[Program, ...]:
-    return parse_set(STAGES.format(backend).replace(drop or "\0", ""))
+def stages(backend: str) -> tuple[Program, ...]:
+    return parse_set(STAGES.format(backend))
 
 
-def run_stage(backend: str, seed: int, drop: str, runs: int) -> list[torch.Tensor] | str:
-    """This rank's stage, some times over; or the error that refuses it."""
+def run_stage(backend: str, seed: int, runs: int) -> list[torch.Tensor]:
+    """This rank's stage, some times over."""
     rank = dist.get_rank()
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    program = stages(backend, drop)[rank // 2]
+    program = stages(backend)[rank // 2]
     groups: dict[str, Any] = {
         ("low", "high")[rank // 2]: rows[rank // 2],
         "pipe": columns[rank % 2],
     }
     executor = Executor(program, groups=groups, options=Options(timeout_s=15.0))
     results: list[torch.Tensor] = []
-    try:
-        with executor.prepare():
-            for run in range(runs):
-                batch, weight = numbers(seed + run, 8, 3), numbers(seed, 3, 4)
-                inputs = [batch, weight] if rank < 2 else [numbers(seed, 4, 5)]
-                results += executor.run(inputs)
-    except InterlaceError as error:
-        return f"{type(error).__name__}: {error}"
+    with executor.prepare():
+        for run in range(runs):
+            batch, weight = numbers(seed + run, 8, 3), numbers(seed, 3, 4)
+            inputs = [batch, weight] if rank < 2 else [numbers(seed, 4, 5)]
+            results += executor.run(inputs)
     return results
 
 
 @pytest.mark.parametrize("backend", ["gloo", "peer"])
 def test_two_stages_on_two_meshes(pool: Pool, backend: str, seed: int) -> None:
     assert check(stages(backend)).sound
-    results = pool(4).run(run_stage, backend, seed, "", 3)
+    results = pool(4).run(run_stage, backend, seed, 3)
     assert results[:2] == [[], []]
     for run in range(3):
         batch = numbers(seed + run, 8, 3) @ numbers(seed, 3, 4) @ numbers(seed, 4, 5)
@@ -98,16 +96,25 @@ def test_two_stages_on_two_meshes(pool: Pool, backend: str, seed: int) -> None:
             assert torch.equal(results[rank][run], wanted), f"rank {rank}, run {run}"
 
 
-@pytest.mark.parametrize(
-    ("drop", "told"),
-    [
-        ('    comm: send(h[2:4], peer=1, team=pipe, backend="gloo")\n', "deadlock"),
-        ("    main: wait(second)\n", "race"),
-    ],
-    ids=["dropped-send", "dropped-wait"],
-)
-def test_a_set_that_is_not_sound_does_not_run(pool: Pool, drop: str, told: str) -> None:
-    assert told in check(stages("gloo", drop)).kinds()
-    for error in pool(4).run(run_stage, "gloo", 0, drop, 1):
-        assert isinstance(error, str), "it ran"
-        assert told in error
+TWO_TEAMS = """
+def f(a: Team[[0, 1]], b: Team[[0, 1]], x: f32[2, 3]):
+    y = empty(f32[4, 3])
+    main: all_gather(x, y, team=a)
+    z = empty(f32[4, 3])
+    main: all_gather(x, z, team=b)
+    return y, z
+"""
+
+
+def one_group_for_two_teams() -> str:
+    """The error of a Program whose teams were given one group."""
+    groups = {"a": world_group(), "b": world_group()}
+    with pytest.raises(TeamError) as error:
+        Executor(parse(TWO_TEAMS), groups=groups, options=Options(timeout_s=20)).prepare()
+    return str(error.value)
+
+
+def test_teams_have_groups_of_their_own(pool: Pool) -> None:
+    for message in pool(2).run(one_group_for_two_teams):
+        assert "a and b" in message
+        assert "new_group" in message

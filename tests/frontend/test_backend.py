@@ -16,6 +16,7 @@ from tests.frontend.models import (
     local,
     parallelise,
 )
+from tests.support.captured import capture
 from tests.support.pool import Pool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import interlace
 from interlace.errors import ExecutorError, OptionError, UnsupportedError
-from interlace.frontend import backend, capture
+from interlace.frontend import backend
 
 
 def make(seed: int = 0, **model: Any) -> tuple[Model, torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tests.frontend.models import Function, gradients
+from tests.support.captured import capture
 from tests.support.pool import Pool
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import (
@@ -20,7 +21,7 @@ from torch.distributed._functional_collectives import (
 
 import interlace
 from interlace.errors import ExecutorError
-from interlace.frontend import backend, capture
+from interlace.frontend import backend
 
 DIM, HIDDEN, ROWS = 8, 16, 12
 Routes = list[list[int]]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.captured import capture
 from tests.support.pool import Pool
 from torch import Tensor
 from torch.distributed._functional_collectives import (
@@ -16,7 +17,7 @@ from torch.distributed._functional_collectives import (
 )
 
 from interlace.float8 import E4M3, Recipe, linear
-from interlace.frontend import backend, capture
+from interlace.frontend import backend
 
 STRATEGIES = ["serial", "pipeline", "ring", "peer", "auto"]
 

@@ -9,6 +9,7 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
+from tests.support.captured import capture
 from tests.support.pool import Pool
 from torch import nn
 from torch._dynamo.source import ConstantSource
@@ -25,7 +26,6 @@ from torch.distributed.tensor.parallel import (
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from interlace.errors import SizeError
-from interlace.frontend import capture
 from interlace.frontend.importing.symbols import Symbols
 
 WIDTH = 32

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.captured import capture
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 import interlace
-from interlace.frontend import Bound, capture
+from interlace.frontend import Bound
 from interlace.frontend.importing.nodes import is_state, label, module_path
 from interlace.ir import Call
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tests.frontend.models import feed_forward, world_mesh, wrong_steps
 from tests.runtime.programs import world_group
+from tests.support.captured import capture
 from tests.support.pool import Pool
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
@@ -25,7 +26,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from interlace.frontend import backend, capture
+from interlace.frontend import backend
 
 WIDTH, HEADS = 64, 4
 PAGE = 4096

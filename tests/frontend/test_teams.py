@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.captured import capture
 from tests.support.pool import Pool
 from torch.distributed.device_mesh import init_device_mesh
 
 from interlace.errors import TeamError
-from interlace.frontend import Teams, backend, capture
+from interlace.frontend import Teams, backend
 from interlace.frontend.teams import as_axes, connected
 from interlace.ir import Team
 

@@ -1,6 +1,6 @@
 """Hold the verifier against an oracle that tries every order, on random schedules.
 
-$ python -m tests.fuzzing --programs 2000000 --jobs 16 --seconds 560
+$ python -m tests.fuzzing --programs 2000000 --seconds 560
 
 Sets of 2 or 3 ranks with up to three streams and three teams, checked over one to three runs. They
 hold every op (`call`, `copy`, `alloc`, `free`, `record`, `wait`, `host_sync`, all kinds of
@@ -9,7 +9,8 @@ again, slots taken several times in a run, and chunks and buffers by per-rank ta
 hold compiled regions, kernels of a `fused` op, named sizes or FP8.
 
 Ends with code 0 if both agree on all, and with 1 if the verifier misses a fault, reports one that
-the oracle does not find, or fails. The same seed gives the same sets in any number of processes.
+the oracle does not find, or fails. The same seed gives the same sets; several processes take
+several seeds.
 """
 
 from __future__ import annotations
@@ -27,11 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
     words = argparse.ArgumentParser(prog="python -m tests.fuzzing")
     words.add_argument("--programs", type=int, default=10_000, help="random sets of Programs")
     words.add_argument("--seed", type=int, default=None, help="default: a fresh one, printed")
-    words.add_argument("--jobs", type=int, default=1, help="processes")
     words.add_argument("--seconds", type=float, default=None, help="when no more are begun")
     given = words.parse_args(arguments)
-    if given.programs < 1 or given.jobs < 1 or (given.seed or 0) < 0:
-        words.error("--programs and --jobs are 1 or more, --seed is 0 or more")
+    if given.programs < 1 or (given.seed or 0) < 0:
+        words.error("--programs is 1 or more, --seed is 0 or more")
     seed = secrets.randbits(32) if given.seed is None else given.seed
     print(f"seed {seed}", file=sys.stderr, flush=True)
     told = [time.monotonic()]
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
             counts = f"{tally.misses} misses, {tally.false_alarms} false alarms"
             print(f"{said}, {counts}", file=sys.stderr, flush=True)
 
-    tally = run(Plan(given.programs, seed, given.jobs, given.seconds), hear)
+    tally = run(Plan(given.programs, seed, given.seconds), hear)
     print(tally)
     for found in tally.found:
         print(f"\n{found.text}")

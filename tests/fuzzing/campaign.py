@@ -1,39 +1,31 @@
-"""Many random sets of Programs, in several processes: counts by sort, and the disagreements.
+"""Many random sets of Programs: counts by sort, and the disagreements, made small.
 
-    tally = run(Plan(programs=10_000, seed=7, jobs=2), hear=print)
-    tally.misses, tally.false_alarms, tally.found
-
-Set `n` of a seed is the same in any number of processes (`sets.drawn`). A disagreement is
-shrunk by the process that finds it.
+tally = run(Plan(programs=10_000, seed=7), hear=print)
+tally.misses, tally.false_alarms, tally.found
 """
 
 from __future__ import annotations
 
 import gc
-import math
-import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import takewhile
-from typing import Any
 
 from tests.fuzzing.compare import CRASH, FALSE_ALARM, MISS, Disagreement, compare
 from tests.fuzzing.sets import drawn
 from tests.fuzzing.shrink import Case, shrink
 
 from interlace.ir.ops import Collective, Fused, Group
-from interlace.ir.program import Program
+from interlace.ir.program import Program, no_collections
 from interlace.ir.text.printer import print_set
 
 PART = 500
-"""Sets that a process takes at once."""
+"""Sets after which the tally is told."""
 UNFOLDED = 16
 """In one of so many sets the checker visits all ranks, where it could take some for all."""
 SLOWEST = 5
-"""Disagreements of one sort that are shrunk in one part: a fault may occur in every other set."""
+"""Disagreements of one sort that are shrunk: a fault may occur in every other set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +34,8 @@ class Plan:
 
     programs: int
     seed: int
-    jobs: int = 1
     seconds: float | None = None
-    """Time after which no new part is begun."""
+    """Time after which no further `PART` sets are begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +80,6 @@ class Tally:
         """Sets with a fault that the checker reports and the oracle does not find."""
         return self.counts[FALSE_ALARM]
 
-    def add(self, part: dict[str, Any]) -> None:
-        """Adds what a process has done."""
-        self.programs += part["programs"]
-        self.ops += part["ops"]
-        self.passed_over += part["passed_over"]
-        self.kinds.update(part["kinds"])
-        self.met.update(part["met"])
-        self.counts.update(part["counts"])
-        self.found += [Found(**found) for found in part["found"]]
-
     @property
     def rate(self) -> float:
         """Sets a second."""
@@ -108,7 +89,7 @@ class Tally:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.kinds.most_common())
         return (
             f"seed {self.plan.seed}: {self.programs:,} sets of Programs, {self.ops:,} ops, in "
-            f"{self.seconds:,.1f} s ({self.rate:,.0f} sets/s in {self.plan.jobs} processes)\n"
+            f"{self.seconds:,.1f} s ({self.rate:,.0f} sets/s)\n"
             f"found: {kinds}\n"
             f"misses: {self.counts[MISS]}, crashes: {self.counts[CRASH]}, false alarms: "
             f"{self.false_alarms}, passed over (compared in part): {self.passed_over}"
@@ -116,67 +97,36 @@ class Tally:
 
 
 def run(plan: Plan, hear: Callable[[Tally], None] = lambda tally: None) -> Tally:
-    """Runs a campaign; `hear` gets the tally after every part."""
+    """Runs a campaign; `hear` gets the tally after every `PART` sets."""
     tally, began = Tally(plan), time.monotonic()
-    for part in _parts(plan, began):
-        tally.add(part)
+    for start in range(0, plan.programs, PART):
+        if plan.seconds is not None and time.monotonic() >= began + plan.seconds:
+            break
+        with no_collections():  # nothing of a set is kept, and a collection costs a tenth
+            for number in range(start, min(start + PART, plan.programs)):
+                _try(number, tally)
+        gc.collect()
         tally.seconds = time.monotonic() - began
         hear(tally)
-    tally.seconds = time.monotonic() - began
     return tally
 
 
-def _parts(plan: Plan, began: float) -> Iterator[dict[str, Any]]:
-    starts = iter(range(0, plan.programs, PART))
-    todo = ((plan.seed, start, min(PART, plan.programs - start)) for start in starts)
-    end = math.inf if plan.seconds is None else began + plan.seconds
-    due = takewhile(lambda _: time.monotonic() < end, todo)
-    if plan.jobs == 1:
-        yield from (part(*one) for one in due)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(plan.jobs, mp_context=context) as pool:
-        under_way: set[Future[dict[str, Any]]] = set()
-        try:
-            for one in due:
-                under_way.add(pool.submit(part, *one))
-                if len(under_way) > plan.jobs:
-                    done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
-                    yield from (each.result() for each in done)
-            while under_way:
-                done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
-                yield from (each.result() for each in done)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def part(seed: int, start: int, count: int) -> dict[str, Any]:
-    """The sets from `start` on, as plain data: what a process does at once."""
-    kinds, met, counts, over, ops = Counter[str](), Counter[str](), Counter[str](), 0, 0
-    found: list[dict[str, Any]] = []
-    gc.disable()  # nothing of a set is kept, and a collection every few sets costs a tenth
-    try:
-        for number in range(start, start + count):
-            programs, runs = drawn(seed, number)
-            fold = number % UNFOLDED != 0
-            result = compare(programs, runs, fold=fold)
-            kinds.update(result.kinds)
-            over += result.passed_over
-            facts, size = _facts(programs, runs)
-            met.update(facts)
-            ops += size
-            counts.update({each.sort for each in result.disagreements})
-            for each in result.disagreements:
-                if sum(one["sort"] == each.sort for one in found) < SLOWEST:
-                    case = Case(tuple(programs), runs)
-                    found.append(_kept(seed, number, each, case, fold))
-    finally:
-        gc.enable()
-        gc.collect()
-    return {
-        "programs": count, "ops": ops, "kinds": kinds, "met": met, "counts": counts,
-        "passed_over": over, "found": found,
-    }  # fmt: skip
+def _try(number: int, tally: Tally) -> None:
+    """Compares what checker and oracle say of one set."""
+    programs, runs = drawn(tally.plan.seed, number)
+    fold = number % UNFOLDED != 0
+    result = compare(programs, runs, fold=fold)
+    facts, size = _facts(programs, runs)
+    tally.programs += 1
+    tally.ops += size
+    tally.passed_over += result.passed_over
+    tally.kinds.update(result.kinds)
+    tally.met.update(facts)
+    tally.counts.update({each.sort for each in result.disagreements})
+    for each in result.disagreements:
+        if sum(one.sort == each.sort for one in tally.found) < SLOWEST:
+            case = Case(tuple(programs), runs)
+            tally.found.append(_kept(tally.plan.seed, number, each, case, fold))
 
 
 def _facts(programs: list[Program], runs: int) -> tuple[set[str], int]:
@@ -198,7 +148,7 @@ def _facts(programs: list[Program], runs: int) -> tuple[set[str], int]:
     return facts, size
 
 
-def _kept(seed: int, number: int, wanted: Disagreement, case: Case, fold: bool) -> dict[str, Any]:
+def _kept(seed: int, number: int, wanted: Disagreement, case: Case, fold: bool) -> Found:
     """A disagreement with its set made small."""
 
     def persists(one: Case) -> bool:
@@ -210,7 +160,4 @@ def _kept(seed: int, number: int, wanted: Disagreement, case: Case, fold: bool) 
         f"# found by: python -m tests.fuzzing --seed {seed}, set {number}\n"
         f"# runs: {small.runs}\n\n{print_set(small.programs)}"
     )
-    return {
-        "seed": seed, "number": number, "sort": wanted.sort, "fault": wanted.fault,
-        "runs": small.runs, "num_ops": small.num_ops, "text": text,
-    }  # fmt: skip
+    return Found(seed, number, wanted.sort, wanted.fault, small.runs, small.num_ops, text)

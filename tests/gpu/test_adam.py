@@ -32,7 +32,7 @@ KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16, masters": (BF16, {**MOMENTS, "master_weights": "fp32"}),
     "bf16, masters, fp32 moments": (BF16, {"master_weights": "fp32"}),
     "fp16, masters": (FP16, {"master_weights": "fp32", "exp_avg_sq_dtype": BF16}),
-    "bf16, mixed, amsgrad": (BF16, {"exp_avg_dtype": BF16, "amsgrad": True}),
+    "bf16, mixed": (BF16, {"exp_avg_dtype": BF16}),
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.frontend.models import Block, parallelise_block
+from tests.support.captured import capture
 from tests.support.pool import Ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,7 +20,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import interlace
-from interlace.frontend import capture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nccl, pytest.mark.timeout(200)]
 

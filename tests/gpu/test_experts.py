@@ -11,10 +11,10 @@ from tests.e2e.experts import DIM, EXPERTS, ROOM, Experts, Gated, Grouped, Layer
 from tests.gpu.cases import shared, transport
 from tests.passes.experts import layer
 from tests.runtime.programs import world_group
+from tests.support.captured import capture
 from tests.support.pool import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from interlace.frontend import capture
 from interlace.ir import parse
 from interlace.options import Options
 from interlace.passes import lower

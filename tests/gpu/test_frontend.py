@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.gpu.cases import on_a_gpu
-from torch import Tensor, nn
+from tests.support.captured import capture
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import interlace
-from interlace.frontend import backend, capture
+from interlace.frontend import backend
 
 pytestmark = on_a_gpu(200)
 
@@ -173,28 +173,3 @@ def test_a_cache_is_written_in_place(graph: bool, seed: int) -> None:
     assert [cache.data_ptr() for cache in caches] == starts
     for cache, right in zip(caches, wanted, strict=True):
         assert torch.equal(cache, right)
-
-
-def test_layers_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    from interlace.runtime.calling import regions
-
-    compiled: list[Any] = []
-    original = regions.compile_graph
-    monkeypatch.setattr(
-        regions, "compile_graph", lambda *given: compiled.append(given[1]) or original(*given)
-    )
-
-    regions.forget()
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(64, 64)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.tanh(self.linear(x)) * 0.5 + x.sin()
-
-    model = nn.Sequential(*(Layer() for _ in range(6))).to("cuda", torch.bfloat16)
-    x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
-    torch.compile(model, backend=backend)(x).sum().backward()
-    assert 0 < len(compiled) <= 12, "first and last layers differ, the others are alike"

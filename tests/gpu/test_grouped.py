@@ -106,18 +106,6 @@ def test_exact_sums_have_the_bits_of_a_loop_of_linears(case: str, bias: bool, ki
         start += size
 
 
-def test_a_bias_is_read_as_it_lies() -> None:
-    sizes, tokens, inner, outer = CASES["mixed"]
-    layer = layer_of(sizes, inner, outer)
-    layer.weight.data.copy_(sparse(*layer.weight.shape))
-    layer.bias = nn.Parameter(whole(outer, len(sizes)).t())
-    x = sparse(tokens, inner)
-    assert layer.explain(x) == "by kernel"
-    made = layer(x, sizes)
-    layer.bias = nn.Parameter(layer.bias.detach().contiguous())
-    assert torch.equal(made, layer(x, sizes))
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_is_within_the_rounding_of_its_types(case: str, seed: int) -> None:
     sizes, tokens, inner, outer = CASES[case]

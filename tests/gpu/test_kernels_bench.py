@@ -1,14 +1,11 @@
-"""`bench kernels` and the hot path of a run, on a GPU."""
+"""`bench kernels` on a GPU."""
 
 from __future__ import annotations
 
 import torch
 from tests.gpu.cases import on_a_gpu
-from tests.runtime.test_hot_path import Count
 
-from interlace.runtime import Executor
 from interlace_bench.kernels.case import COPY, OURS, peak_and_kept
-from interlace_bench.kernels.host import WIDTH, chain, program
 from interlace_bench.kernels.work import measure
 from interlace_bench.ranks import Alone
 from interlace_bench.settings import KERNELS, KernelSettings
@@ -36,13 +33,3 @@ def test_peak_and_kept_bytes() -> None:
         return torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE)
 
     assert peak_and_kept(run, (), Alone(DEVICE)) == (3 << 20, 1 << 20)
-
-
-def test_a_run_dispatches_the_programs_calls_and_nothing_else() -> None:
-    executor = Executor(program(9), device=DEVICE).prepare()
-    x, w = torch.randn(2, WIDTH, WIDTH, device=DEVICE).unbind()
-    executor.run([x, w])
-    with Count() as count:
-        (y,) = executor.run([x, w])
-    assert count.seen == {"aten.mm.out": 5, "aten.add.out": 4}
-    assert torch.equal(y, chain(9, DEVICE)(x, w))

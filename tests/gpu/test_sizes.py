@@ -11,11 +11,12 @@ import torch.distributed as dist
 from tests.frontend.test_sizes import HEADS, WIDTH, Decoder
 from tests.gpu.cases import KINDS, STRATEGIES, transport
 from tests.runtime.programs import world_group
+from tests.support.captured import capture
 from tests.support.pool import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from interlace.frontend import backend, capture
+from interlace.frontend import backend
 from interlace.frontend.compiled_graph import MOST_CAPTURED
 from interlace.ir import Program, parse
 from interlace.options import Options

@@ -33,8 +33,10 @@ POISON = 0x7F
 
 def interpreted() -> ModuleType:
     """The module of the kernel, loaded anew for Triton's interpreter."""
+    from tests.support import interpreting  # which mends the interpreter
     from triton import knobs
 
+    assert interpreting is not None
     spec = importlib.util.spec_from_file_location("x_kernel", KERNEL / "kernel.py")
     assert spec is not None
     assert spec.loader is not None
@@ -42,23 +44,7 @@ def interpreted() -> ModuleType:
     with knobs.runtime.scope():
         knobs.runtime.interpret = True
         spec.loader.exec_module(module)
-    _mend_index()
     return module
-
-
-def _mend_index() -> None:
-    """Lets loop bounds be tensors with NumPy 2.4, where an array of one element is no int."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-    if patch.__name__ == "mended":
-        return
-
-    def mended(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = mended
 
 
 def reduced(parts: Sequence[torch.Tensor], reduce: str) -> torch.Tensor:

@@ -81,7 +81,6 @@ def check(draw: random.Random) -> None:
         ignore_index=-100,
         smoothing=draw.choice([0.0, 0.1]),
         z_loss=draw.choice([0.0, 0.01]),
-        softcap=draw.choice([0.0, 5.0]),
     )
     weights = torch.rand(classes) if draw.random() < 0.4 else None
     if weights is not None and draw.random() < 0.5:

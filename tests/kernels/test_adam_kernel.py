@@ -27,15 +27,13 @@ SPECS = {
     "bf16-master": AdamSpec(p=BF16, g=BF16, m=BF16, v=BF16, master="fp32", stochastic=True),
     "fp16-master": AdamSpec(p=FP16, g=FP16, m=FP32, v=BF16, master="fp32", stochastic=True),
     "bf16-fp32-gradient": AdamSpec(p=BF16, g=FP32, m=BF16, v=BF16, stochastic=True),
-    "amsgrad": AdamSpec(
-        p=BF16, g=BF16, m=BF16, v=FP32, amsgrad=True, coupled=True, stochastic=True
-    ),
+    "coupled": AdamSpec(p=BF16, g=BF16, m=BF16, v=FP32, coupled=True, stochastic=True),
 }
 
 
 def streams(spec: AdamSpec) -> tuple[list[int], list[int]]:
     """Bytes of an element of each tensor that is read, and of each that is written."""
-    moments = [spec.m.itemsize, spec.v.itemsize] + [spec.v.itemsize] * spec.amsgrad
+    moments = [spec.m.itemsize, spec.v.itemsize]
     master = {None: [], "fp32": [4], "remainder": [2]}[spec.master]
     read = [spec.g.itemsize, *moments, *master]
     read += [] if spec.master == "fp32" else [spec.p.itemsize]

@@ -14,7 +14,7 @@ from interlace.nn.cross_entropy.steps import Problem, Shards, Terms, new_word
 
 FLAGS: dict[str, Any] = {
     "RANK": 0, "WORLD": 1, "MEASURED": False, "DIMS": 1, "EVEN": True,
-    "SMOOTH": False, "WEIGHTED": False, "ZLOSS": False, "CAP": False,
+    "SMOOTH": False, "WEIGHTED": False, "ZLOSS": False,
 }  # fmt: skip
 
 
@@ -42,7 +42,6 @@ OPTIONS = [
     {},
     {"EVEN": False},
     {"SMOOTH": True, "ZLOSS": True},
-    {"CAP": True, "EVEN": False},
     {"SMOOTH": True, "WEIGHTED": True},
     {"RANK": 2, "WORLD": 4, "MEASURED": True, "DIMS": 2},
 ]

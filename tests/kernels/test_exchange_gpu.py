@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-import time
 from typing import Any
 
 import pytest
 import torch
-from tests.kernels.exchange_support import exchange_reference, late
+from tests.kernels.exchange_support import exchange_reference
 from tests.kernels.test_exchange import FLOATS, KINDS, parts_of, sources_of
 
-from interlace.kernels.exchange.exchange import FLAG_NBYTES, STOP_AT, WORDS_NBYTES, PeerExchange
-from interlace.kernels.exchange.moves import moves_of
+from interlace.kernels.exchange.exchange import FLAG_NBYTES, WORDS_NBYTES, PeerExchange
 
 pytestmark = [
     pytest.mark.gpu,
@@ -125,72 +123,3 @@ def test_many_calls_of_changing_size_with_delays(seed: int) -> None:
     assert all(
         torch.equal(m, w) for made, wanted in checks for m, w in zip(made, wanted, strict=True)
     )
-
-
-def test_a_graph_replays_with_changed_inputs(seed: int) -> None:
-    size, rows = 4, 5000
-    team = Team(size)
-    bound = team.bind("all_reduce", torch.bfloat16, (rows,))
-    given = [torch.zeros(rows, dtype=torch.bfloat16, device="cuda") for _ in range(size)]
-    made = [torch.empty_like(x) for x in given]
-    graphs = [torch.cuda.CUDAGraph() for _ in range(size)]
-    for rank, graph in enumerate(graphs):
-        with torch.cuda.graph(graph, stream=team.streams[rank]):
-            launch(bound[rank], team.streams[rank], given[rank], made[rank])
-    for again in range(20):
-        sources = sources_of("all_reduce", (rows,), size, torch.bfloat16, seed + again, False)
-        for mine, source in zip(given, sources, strict=True):
-            mine.copy_(source)
-        torch.cuda.synchronize()
-        if again % 3:
-            for graph, stream in zip(graphs, team.streams, strict=True):
-                with torch.cuda.stream(stream):
-                    graph.replay()
-        else:
-            team.launch(bound, given, made)
-        torch.cuda.synchronize()
-        wanted = exchange_reference("all_reduce", sources, (rows,))[0].cuda()
-        assert all(torch.equal(found, wanted) for found in made)
-
-
-def test_a_call_whose_peer_does_not_come_is_stopped_and_says_whom_it_waits_for() -> None:
-    team = Team(3)
-    bound = team.bind("all_reduce", torch.float32, (1000,))
-    given = [torch.ones(1000, device="cuda") for _ in range(3)]
-    made = [torch.empty_like(x) for x in given]
-    torch.cuda.synchronize()
-    for rank in (0, 2):
-        launch(bound[rank], team.streams[rank], given[rank], made[rank])
-    side = torch.cuda.Stream()
-    time.sleep(0.05)
-    with torch.cuda.stream(side):
-        flags = team.flags[0].view(torch.int32).cpu().tolist()
-    assert late(flags, 0, moves_of("all_reduce", (1000,), 0, 3), bound[0].blocks) == [1]
-    assert not team.streams[0].query()
-    with torch.cuda.stream(side):
-        for rank in (0, 2):
-            team.words[rank].view(torch.int32)[STOP_AT // 4] = 1
-    torch.cuda.synchronize()
-    for memory in (*team.flags, *team.words):
-        memory.zero_()
-    torch.cuda.synchronize()
-    team.launch(bound, given, made)
-    torch.cuda.synchronize()
-    assert all((found == 3).all() for found in made)
-
-
-def test_a_launch_takes_little_time() -> None:
-    team = Team(2)
-    bound = team.bind("all_reduce", torch.bfloat16, (4096,))
-    x = torch.ones(4096, dtype=torch.bfloat16, device="cuda")
-    y = torch.empty_like(x)
-    took = []
-    for _ in range(200):
-        start = time.perf_counter()
-        launch(bound[0], team.streams[0], x, y)
-        took.append(time.perf_counter() - start)
-        launch(bound[1], team.streams[1], x, y)
-        torch.cuda.synchronize()
-    median = sorted(took)[100] * 1e6
-    print(f"a launch takes {median:.1f} us")
-    assert median < 60

@@ -348,23 +348,3 @@ def test_a_sum_waits_for_all_its_words(line: Line, count: int) -> None:
         line.write((5, 9)[index], 7 + index)
     torch.cuda.synchronize()
     assert torch.equal(out, sum_slots_reference(made))
-
-
-def test_in_a_graph() -> None:
-    device = gpu()
-    from interlace.kernels.gemm.matmul import GatherMatmul
-
-    x, w = drawn(1024, 512), drawn(512, 768)
-    y = filled(1024, 768, device=device, dtype=torch.bfloat16)
-    kernel = GatherMatmul(
-        rows=1024, inner=512, columns=768, size=1, rank=0, dtype=torch.bfloat16, device=device
-    )
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kernel.launch(torch.cuda.current_stream().cuda_stream, x, w, None, y, None, 0, 0)
-    for _ in range(3):
-        x.normal_()
-        y.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-        assert_product(y, x, w, None)

@@ -1,7 +1,7 @@
 """Cases of the cross-entropy, what each should give, in fp64, and how far off it may be.
 
 The reference is `torch.nn.functional.cross_entropy` in fp64, over all classes on one rank, with
-what it has not (softcap, z-loss, a denominator) around it, and torch's autograd for the gradients.
+what it has not (z-loss, a denominator) around it, and torch's autograd for the gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ class Case:
     smoothing: float = 0.0
     weighted: bool = False
     z_loss: float = 0.0
-    softcap: float | None = None
     denominator: float | None = None
     ignored: float = 0.2
     bad: bool = False
@@ -61,7 +60,6 @@ class Case:
             "reduction": self.reduction,
             "label_smoothing": self.smoothing,
             "z_loss": self.z_loss,
-            "softcap": self.softcap,
             "denominator": self.denominator,
         }
 
@@ -94,7 +92,6 @@ def arbitrary(draw: random.Random, **fixed: Any) -> Case:
         "smoothing": draw.choice([0.0, 0.1]),
         "weighted": draw.random() < 0.3,
         "z_loss": draw.choice([0.0, 0.0, 0.01]),
-        "softcap": draw.choice([None, None, 5.0]),
         "bad": draw.random() < 0.15,
     } | fixed
     if found["reduction"] != "none" and "denominator" not in found:
@@ -108,8 +105,7 @@ def reference(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tor
     leaf = x.double().requires_grad_()
     bad = (y != -100) & ((y < 0) | (y >= case.classes))
     known = y.masked_fill(bad, -100).reshape(-1)
-    t = leaf if case.softcap is None else case.softcap * torch.tanh(leaf / case.softcap)
-    t = t.reshape(-1, case.classes)
+    t = leaf.reshape(-1, case.classes)
     w = None if weight is None else weight.double()
     lse = t.logsumexp(-1)
     if case.dtype == torch.float64:  # torch's own gradient of smoothing is off by hundreds of units
@@ -153,13 +149,11 @@ def room(
     size = t.abs().amax(-1) if t.numel() else t.new_zeros(t.shape[0])
     spread = t.amax(-1) - t.amin(-1) if t.numel() else size
     own = 16 * unit * (4 + rows.abs() + spread + case.z_loss * (1 + lse.abs()) * (4 + size))
-    if case.softcap:
-        own = own + 16 * unit * case.softcap
     per_row = own if case.reduction == "none" else (own + 4 * unit * rows.abs()).sum()
     allowed = per_row.view(case.batch) if case.reduction == "none" else per_row / divisor
     weigh = 1.0 + 2 * case.z_loss * lse.abs()
     scale = (up.double() / divisor).abs().reshape(-1) * weigh * unit * 16
-    more = (4 + spread + (case.softcap or 0.0)) * scale
+    more = (4 + spread) * scale
     smallest = torch.finfo(case.dtype).smallest_normal * torch.finfo(case.dtype).eps
     eps = torch.finfo(case.dtype).eps / 2
     slack = grad.nan_to_num().abs() * eps + more.nan_to_num().view(*case.batch, 1) + smallest

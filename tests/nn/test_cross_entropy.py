@@ -196,9 +196,6 @@ def test_a_target_that_is_no_class() -> None:
     assert isinstance(caught.value, IndexError)
     assert cross_entropy(x, torch.tensor([0, 0, 0])).isfinite(), "it is told once"
     raise_pending()
-    with pytest.raises(TargetError, match="row 1 is 5"):
-        cross_entropy(x, y, check_targets=True)
-    raise_pending()
     assert cross_entropy(x, torch.tensor([1, 5, 2]), ignore_index=5).isfinite()
 
 
@@ -213,7 +210,6 @@ def test_a_target_that_is_no_class() -> None:
         ({"weight": torch.ones(9, requires_grad=True)}, "detach"),
         ({"reduction": "median"}, "reduction is 'median'"),
         ({"label_smoothing": 1.5}, "label_smoothing is 1.5"),
-        ({"softcap": 0.0}, "softcap is 0.0"),
         ({"denominator": 3, "reduction": "none"}, "a denominator divides the sum"),
         ({"denominator": torch.ones(2)}, "denominator is (2,)"),
         ({"group": "tp"}, "`group` is 'tp'"),
@@ -234,11 +230,15 @@ def test_a_removed_option_is_refused_with_its_replacement() -> None:
     x, y = torch.zeros(4, 9), torch.zeros(4, dtype=torch.int64)
     calls = (
         lambda: cross_entropy(x, y, shard_sizes=[9]),
+        lambda: cross_entropy(x, y, check_targets=True),
+        lambda: cross_entropy(x, y, softcap=30.0),
         lambda: linear_cross_entropy(x, x, y, shard_sizes=[9]),
         lambda: CrossEntropyLoss(shard_sizes=[9]),
     )
     for call in calls:
-        with pytest.raises(OptionError, match=r"shard_sizes is no option of .* fix: leave it out"):
+        with pytest.raises(
+            OptionError, match=r"is no option of .* fix: (leave it out|call raise|give cross)"
+        ):
             call()
 
 
@@ -269,8 +269,6 @@ def test_the_loss_can_be_written_to() -> None:
 @pytest.mark.parametrize(
     "option",
     [
-        {"softcap": float("inf")},
-        {"softcap": float("nan")},
         {"ignore_index": None},
         {"ignore_index": -100.0},
         {"denominator": "a"},

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.frontend.models import Function
+from tests.support.captured import capture
 from tests.support.pool import Pool
 from torch import Tensor
 from torch._dynamo.exc import Unsupported
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import interlace
 from interlace.float8 import Recipe
-from interlace.frontend import backend, capture
+from interlace.frontend import backend
 from interlace.frontend.binding import Bound
 from interlace.ir import Call, Collective
 from interlace.nn.functional import (

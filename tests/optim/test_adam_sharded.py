@@ -30,7 +30,7 @@ SHAPES = [(8, 6), (5, 3), (1, 7), (12,)]
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16, "master_weights": "remainder"},
-    {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16, "amsgrad": True},
+    {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16},
     {"exp_avg_sq_dtype": BF16, "master_weights": "fp32"},
 ]
 

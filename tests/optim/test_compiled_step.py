@@ -24,7 +24,7 @@ from interlace.optim import (
 
 BF16 = torch.bfloat16
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "Adam": lambda m: Adam(m.parameters(), lr=1e-2, weight_decay=0.1, amsgrad=True),
+    "Adam": lambda m: Adam(m.parameters(), lr=1e-2, weight_decay=0.1),
     "AdamW": lambda m: AdamW(m.parameters(), lr=1e-2),
     "AdamW, rounded at random": lambda m: AdamW(
         m.to(BF16).parameters(), lr=1e-2, exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16

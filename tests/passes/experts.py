@@ -1,12 +1,10 @@
 """Serial Programs of mixture-of-experts layers: all-to-alls around matmuls, in several spellings.
 
 `W` ranks have `E` experts each; every rank sends `C` tokens to each expert. `spellings(W)` gives
-(kinds of its all-to-alls, text) by name; `numbers(W)` makes one of them of chosen sizes.
+(kinds of its all-to-alls, text) by name.
 """
 
 from __future__ import annotations
-
-import random
 
 DISPATCH, COMBINE = "all_to_all_matmul", "matmul_all_to_all"
 
@@ -35,12 +33,6 @@ def layer(w: int, e: int, c: int, k: int, n: int, dtype: str = "f32") -> str:
     main: all_to_all(s.view({w * e}, {c}, {k}), out, team=tp)
     return out
 """
-
-
-def drawn(rng: random.Random, w: int) -> str:
-    """A layer of random sizes, single experts, single tokens and single columns among them."""
-    e, c = rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 5))
-    return layer(w, e, c, rng.choice((1, 3, 8)), rng.choice((1, 2, 5)))
 
 
 def spellings(w: int) -> dict[str, tuple[tuple[str, ...], str]]:

@@ -77,7 +77,7 @@ class Maker:
             parts = ", ".join(f"{full}.chunk({i}, {w})" for i in range(w))
             whole = self.call("cat.default", f"({parts}), 1", b, w * m, width)
             if n < w * m:
-                whole = self.call("slice.Tensor", f"{whole}, 1, 0, {n}", b, n, width)
+                whole = self.call("clone.default", f"{whole}[:, 0:{n}]", b, n, width)
             seen = f"{whole}.view({b * n}, {width})"
         columns = self.rng.choice((2, 3))
         outs = [self.matmul(seen, b * n, width, columns) for _ in range(self.rng.choice((1, 1, 3)))]

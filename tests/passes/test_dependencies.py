@@ -218,9 +218,9 @@ def test_who_takes_bytes_over_waits_for_who_held_them() -> None:
     side: copy(a, z.select(0, 2))
 """
     over = before(head.format(8) + uses)
-    assert over[4] == (3,), "after the read of what was there"
-    assert over[5] == (4,), "an earlier use has seen to it"
-    assert over[6] == (2, 5), "the bytes change hands again"
+    assert over[4] == (2, 3), "after the write and the read of what was there"
+    assert over[5] == (4,), "the write has taken the bytes over"
+    assert over[6] == (2, 4), "the bytes change hands again"
     beside = before(head.format(16) + uses)
     assert beside[4] == ()
     assert beside[6] == (2,)

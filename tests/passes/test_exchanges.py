@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
-from tests.passes.experts import COMBINE, DISPATCH, REFUSED, drawn, layer, spellings
+from tests.passes.experts import COMBINE, DISPATCH, REFUSED, layer, spellings
 from tests.passes.samples import Sample, integers
 from tests.passes.spellings import as_sample
 from tests.passes.test_decompose import AFTER, assert_overlaps
@@ -64,16 +62,6 @@ def test_a_layer_is_what_torch_makes_of_all_tokens(ranks: int, strategy: str, se
     inputs = [list(given) for given in zip(xs, ws, us, strict=True)]
     sample = Sample(program, inputs, expected)
     assert_overlaps(decomposed(program, STRATEGIES[strategy]), sample, seed)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_layers_of_any_size(strategy: str, seed: int) -> None:
-    rng = random.Random(seed)
-    for ranks in (2, 3, 4):
-        sample = as_sample(parse(drawn(rng, ranks)), seed)
-        made = decomposed(sample.program, STRATEGIES[strategy])
-        assert [site.kind for site in made.sites] == [DISPATCH, COMBINE], str(sample.program)
-        assert_overlaps(made, sample, seed)
 
 
 TWO_AXES = """def f(tp: Team[2], ep: Team[2], x: f32[6, 8], w1: f32[8, 8], w2: f32[2, 8, 4],

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from tests.support.interpreter import run_ranks
-from tests.support.serial_programs import serial_program
 
-from interlace.ir import Call, Collective, Program, parse, validate
+from interlace.ir import Call, Program, parse, validate
 from interlace.passes.form_regions import FormRegions
 
 
@@ -156,23 +153,3 @@ def test_every_view_of_a_value_inside(view: str, shape: str) -> None:
     inputs = [[torch.arange(16.0).view(4, 4) - 7, torch.zeros(4, 4)] for _ in range(2)]
     for mine, theirs in zip(run_ranks(before, inputs), run_ranks(after, inputs), strict=True):
         assert torch.equal(torch.as_tensor(mine[0]), torch.as_tensor(theirs[0]))
-
-
-def test_random_programs_give_the_same(seed: int) -> None:
-    regions = 0
-    for number in range(seed, seed + 20):
-        rng = random.Random(number)
-        before, inputs = serial_program(rng, 2, 8)
-        after = FormRegions().run(before)
-        validate(after)
-        assert sum(isinstance(op, Collective) for op in after.ops) == sum(
-            isinstance(op, Collective) for op in before.ops
-        )
-        regions += len(after.regions)
-        copies = [[tensor.clone() for tensor in mine] for mine in inputs]
-        expected = run_ranks(before, inputs, in_order=True)
-        got = run_ranks(after, copies, in_order=True)
-        for mine, theirs in zip(expected, got, strict=True):
-            pairs = zip(mine, theirs, strict=True)
-            assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
-    assert regions > 0

@@ -7,9 +7,8 @@ import random
 import pytest
 from tests.support.serial_programs import serial_program
 
-from interlace.cost.memory import ALIGNMENT
 from interlace.errors import PassError
-from interlace.ir import Alloc, Buffer, Free, Notify, Program, Record, Wait, parse
+from interlace.ir import Alloc, Free, Notify, Program, Record, Wait, parse
 from interlace.ir.sizes import number
 from interlace.passes.insert_sync import InsertSync
 from interlace.passes.plan_memory import PlanMemory
@@ -130,32 +129,6 @@ def test_memory_adds_no_event(seed: int) -> None:
         signals = [op for op in lists[1].ops if isinstance(op, Notify) and "freed" in op.signal]
         assert counts[1] - counts[0] <= 2 * len(signals), f"seed {drawn}"
         assert signals or counts[0] == counts[1], f"seed {drawn}"
-
-
-def test_planned_buffers_never_overlap_in_time(seed: int) -> None:
-    """In list order, two buffers that live at once share no byte."""
-    for drawn in range(seed, seed + 20):
-        serial, _ = serial_program(random.Random(drawn), 2, 10)
-        program = PlanMemory().run(Schedule().run(serial))
-        uses: dict[str, list[int]] = {}
-        for index, op in enumerate(program.ops):
-            for access in (*op.reads(), *op.writes()):
-                uses.setdefault(access.view.buffer, []).append(index)
-        placed = {n: b for n, b in program.buffers().items() if b.storage == "arena"}
-        for name, buffer in placed.items():
-            assert buffer.offset % ALIGNMENT == 0
-            for other, second in placed.items():
-                apart = uses[name][-1] < uses[other][0] or uses[other][-1] < uses[name][0]
-                assert name == other or apart or disjoint(program, buffer, second), f"seed {drawn}"
-
-
-def disjoint(program: Program, one: Buffer, other: Buffer) -> bool:
-    """Whether two buffers of the arena share no byte, on any rank."""
-    sizes = []
-    for buffer in (one, other):
-        rows = [program.where(rank).dim(buffer.shape[0]) for rank in program.world]
-        sizes.append(max(rows) * 3 * 4)
-    return one.offset + sizes[0] <= other.offset or other.offset + sizes[1] <= one.offset
 
 
 SITES = """

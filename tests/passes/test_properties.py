@@ -10,7 +10,7 @@ import torch
 from tests.support.interpreter import run_ranks
 from tests.support.serial_programs import serial_program
 
-from interlace.ir import Alloc, Collective, Free, Program, Record, Wait, parse, validate
+from interlace.ir import Program, parse, validate
 from interlace.passes.form_regions import FormRegions
 from interlace.passes.insert_sync import InsertSync
 from interlace.passes.plan_memory import PlanMemory
@@ -56,47 +56,6 @@ def test_scheduled_programs_are_sound_and_equal(world: int, seed: int) -> None:
         for how in ways:
             got = run_ranks(program, [[t.clone() for t in each] for each in inputs], **how)
             assert same(expected, got), f"seed {number} {how}:\n{serial}\n{program}"
-
-
-def test_every_event_is_needed(seed: int) -> None:
-    """No Wait can go: without it the verifier finds something.
-
-    But what waits for other ranks may happen to order the same, of which the pass makes no use:
-    collectives, which come in turn, and slots taken again, once all ranks have freed them.
-    """
-    needed = idle = 0
-    for number in range(seed, seed + 12):
-        rng = random.Random(number)
-        serial, _ = serial_program(rng, 2, 5, fences=False)
-        program = scheduled(serial, rng)
-        buffers = program.buffers()
-        recorded: dict[str, int] = {}
-        last: dict[str, int] = {}
-        for index, op in enumerate(program.ops):
-            if isinstance(op, Record):
-                recorded[op.event] = last.get(op.stream, index)
-            elif not isinstance(op, Alloc):
-                last[op.stream] = index
-        for index, op in enumerate(program.ops):
-            if not isinstance(op, Wait):
-                continue
-            without = program.replace(ops=program.ops[:index] + program.ops[index + 1 :])
-            if not check(without).sound:
-                needed += 1
-                continue
-            idle += 1
-            between = program.ops[recorded[op.event] : index]
-            waits_for_ranks = any(
-                isinstance(item, Collective)
-                or (isinstance(item, Alloc) and item.buffer.kind == "symmetric")
-                for item in between
-            )
-            following = next(op for op in program.ops[index:] if not isinstance(op, Wait))
-            hands_over = (
-                isinstance(following, Free) and buffers[following.buffer].kind == "symmetric"
-            ) or (isinstance(following, Alloc) and following.buffer.kind == "symmetric")
-            assert waits_for_ranks or hands_over, f"seed {number}: op {index} is idle\n{program}"
-    assert needed > 4 * idle
 
 
 def test_running_twice_changes_nothing(seed: int) -> None:

@@ -12,7 +12,7 @@ from tests.passes.test_decompose import assert_overlaps
 
 from interlace.ir import Collective, Program, Site, parse
 from interlace.options import Options
-from interlace.passes import lower, run_pipeline
+from interlace.passes import lower, lowering, run_pipeline
 from interlace.passes.find_sites import Analysis
 from interlace.passes.strategies import reconsider
 from interlace.runtime.machine import default_machine
@@ -111,7 +111,7 @@ def test_long_programs_try_serial_sites_together_and_cut_ones_together(
     machine = default_machine("h200").replayed  # eagerly the kernel is as fast, with less to issue
     sites = lower(serial, Options(regions="inductor"), machine).sites
     assert [site.strategy for site in sites][1:] == ["copies", "copies"]
-    assert tried == [[2, 3], [1, 2, 3]]
+    assert tried == [[], [2, 3], [1, 2, 3]]
 
 
 @pytest.mark.parametrize("kind", [*OPS, "uneven"])
@@ -207,9 +207,9 @@ def test_copies_of_what_is_refused_change_nothing() -> None:
 
 def test_named_sizes_are_left_as_decompose_chose() -> None:
     """Also where the passes have made numbers of all of them."""
-    marked = run_pipeline(
-        parse((GATHER + OTHER).replace("tp: Team[4],", "tp: Team[4], S: Size[2048],")), "find_sites"
-    )
-    made = marked.at(marked.sizes.values)
-    assert not made.sizes.sizes
-    assert reconsider.reconsidered(marked, made, made, (), default_machine("h200")) is made
+    text = (GATHER + OTHER).replace("tp: Team[4],", "tp: Team[4], S: Size[2048],")
+    options, machine = Options(regions="inductor"), default_machine("h200")
+    (sized,) = run_pipeline(parse(text), lowering(options, machine)).sites
+    (fixed,) = run_pipeline(parse(GATHER + OTHER), lowering(options, machine)).sites
+    assert fixed.strategy == "copies"
+    assert (sized.strategy, sized.reason) == ("fused", "predicted fastest (h200)")

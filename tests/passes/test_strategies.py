@@ -58,21 +58,6 @@ def test_partial_results_are_summed_in_the_order_that_the_strategy_states(
     assert len({total([(c + 1 + k) % WORLD for k in range(WORLD)]) for c in range(WORLD)}) > 1
 
 
-@pytest.mark.parametrize("key", ROWS, ids=lambda key: "-".join(filter(None, key)))
-def test_every_row_names_each_other_rank_once(key: tuple[str, str | None]) -> None:
-    row = ROWS[key]
-    for path in (row.gather, row.scatter):
-        if path is None:
-            assert row.cut in ("slices", "whole")
-            continue
-        for world in (2, 3, 4, 7):
-            steps = range(1, world)
-            assert {path.chunk.at(k) % world for k in steps} == set(steps)
-            for k in steps:  # what one rank sends to another is what that one waits for
-                assert (path.to.at(k) + path.source.at(k)) % world == 0
-    assert row.reduces
-
-
 @pytest.mark.parametrize("primitive", ["messages", "get", "put"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_of_the_table_is_all_that_a_strategy_takes(

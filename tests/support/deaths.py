@@ -1,6 +1,7 @@
 """Ranks that are killed at random moments of set-up, with the store on rank 0.
 
-    python -m tests.support.deaths 100       # prints how many survivors blamed whom
+    victim, errors = trial(pool, 3, seed)
+    assert not wrong(victim, errors)
 
 In a trial the ranks of a new job agree, prepare and run one Program after another until one of them
 is killed. The others end with the error that they get, as scripts do.
@@ -13,7 +14,6 @@ import os
 import random
 import re
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -96,27 +96,3 @@ def wrong(victim: int, errors: list[tuple[str, str, float]]) -> list[str]:
         for error, text, seconds in errors
         if blamed(text) != {victim} or error.startswith("untyped")
     ]
-
-
-def main(count: int, world: int = 3) -> None:
-    pool = Pool()
-    right, late, kinds = 0, 0, dict[str, int]()
-    try:
-        for number in range(count):
-            seed = random.SystemRandom().randrange(1 << 30)
-            victim, errors = trial(pool, world, seed)
-            told = wrong(victim, errors)
-            right += len(errors) - len(told)
-            late += sum(seconds > 5.0 for _, _, seconds in errors)
-            for error, _, _ in errors:
-                kinds[error] = kinds.get(error, 0) + 1
-            for line in told:
-                print(f"trial {number} (seed {seed}): {line}", flush=True)
-    finally:
-        pool.close()
-    survivors = count * (world - 1)
-    print(f"{count} kills: {right} of {survivors} survivors name the one; {late} late; {kinds}")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -1,6 +1,7 @@
 """Ctrl-C at random moments on one of the ranks that train, again and again.
 
-    python -m tests.support.interrupts 300     # prints counts and delays for each way to run
+    for trials in ranks.run(campaign, "compiled", seed, 20):     # of each rank
+        assert not [wrong for trial in trials if (wrong := trial.wrong())]
 
 In a trial all ranks step until a SIGINT, at a moment drawn anew, stops one of them; all call
 `interlace.reset()`, and the next step must give the right values. Delays are from the signal to the
@@ -22,14 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
+from tests.frontend.models import feed_forward
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 import interlace
 from interlace.nn.functional import all_gather_linear, linear_reduce_scatter
@@ -87,14 +82,8 @@ def functional_step(seed: int, **options: Any) -> Step:
 
 
 def compiled_step(seed: int, **options: Any) -> Step:
+    model = feed_forward(32, Shard(0), Shard(0))
     torch.manual_seed(seed)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    mlp = nn.Sequential(nn.Linear(32, 96), nn.ReLU(), nn.Linear(96, 32))
-    plan = {
-        "0": ColwiseParallel(input_layouts=Shard(0)),
-        "2": RowwiseParallel(output_layouts=Shard(0)),
-    }
-    model = parallelize_module(mlp, mesh, plan)
     backend = {"backend": "interlace", "options": {"timeout_s": LIMIT_S, **options}}
     compiled: Any = torch.compile(model, **backend)
     x = torch.randn(12, 32).chunk(dist.get_world_size())[dist.get_rank()].clone()
@@ -166,31 +155,3 @@ def _trial(way: str, step: Step, wanted: list[torch.Tensor], draw: random.Random
     equal = all(map(torch.equal, step(), wanted))
     dist.barrier()  # else the next interrupt would end this step of a peer
     return Trial(way, victim, error, text, ended - (sent[0] or begun), reset_s, equal)
-
-
-def main(count: int, world: int = 2) -> None:
-    from tests.support.pool import Pool
-
-    pool, each = Pool(), -(-count // len(WAYS))
-    try:
-        for way in WAYS:
-            seed = random.SystemRandom().randrange(1 << 30)
-            ranks = pool(world).run(campaign, way, seed, each, timeout_s=40 * each)
-            told = [trial for trials in ranks for trial in trials]
-            hit = sorted(trial.seconds for trial in told if trial.victim)
-            resets = sorted(trial.reset_s for trial in told)
-            wrong = [f"  trial {n} {w}" for t in ranks for n, x in enumerate(t) if (w := x.wrong())]
-            print(
-                f"{way}: {len(hit)} interrupts (seed {seed}), {len(wrong)} wrong; to the exception "
-                f"median {hit[len(hit) // 2]:.4f} s, longest {hit[-1]:.3f} s; reset median "
-                f"{resets[len(resets) // 2]:.4f} s, longest {resets[-1]:.3f} s",
-                *wrong,
-                sep="\n",
-                flush=True,
-            )
-    finally:
-        pool.close()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -26,7 +26,6 @@ import contextlib
 import faulthandler
 import gc
 import importlib
-import importlib.util
 import multiprocessing
 import os
 import pickle
@@ -45,7 +44,6 @@ from functools import lru_cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -84,7 +82,6 @@ class Task:
     """A worker's task: a function by name, its arguments, and the group to run it in."""
 
     module: str
-    file: str | None
     name: str
     args: tuple[Any, ...]
     path: tuple[str, ...]
@@ -159,12 +156,11 @@ class Pool:
         if world != self._world:
             self._generation += 1
             self._world = world
-        module = sys.modules[function.__module__]
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             for rank, (_, connection) in enumerate(self._workers[:world]):
                 task = Task(
-                    *(function.__module__, getattr(module, "__file__", None)),
-                    *(function.__qualname__, args, (str(ROOT), *sys.path), rank, world),
+                    *(function.__module__, function.__qualname__),
+                    *(args, (str(ROOT), *sys.path), rank, world),
                     *(str(self._generation), f"{folder}/{rank}", 0.9 * timeout_s),
                     self._device,
                 )
@@ -375,22 +371,7 @@ def _function(task: Task) -> Callable[..., Any]:
     for entry in reversed(task.path):
         if entry not in sys.path:
             sys.path.insert(0, entry)
-    found: Any = _module(task)
+    found: Any = importlib.import_module(task.module)
     for part in task.name.split("."):
         found = getattr(found, part)
     return found
-
-
-def _module(task: Task) -> ModuleType:
-    try:
-        return importlib.import_module(task.module)
-    except ModuleNotFoundError:
-        if task.file is None or not Path(task.file).exists():
-            raise
-    spec = importlib.util.spec_from_file_location(task.module, task.file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[task.module] = module
-    spec.loader.exec_module(module)
-    return module

@@ -27,29 +27,6 @@ SLOT = "slot = alloc(f32[6, 2], symmetric=tp)"
 TAKEN = (FULL, "main: copy(slot, full)", "main: free(slot)", RETURN)
 
 
-def test_a_collective_gathers_in_team_order() -> None:
-    for (result,) in run_ranks(
-        program(FULL, "main: all_gather(x, full, team=tp)", RETURN), inputs()
-    ):
-        assert torch.equal(result, gathered())
-
-
-def test_a_ring_of_sends_gathers(seed: int) -> None:
-    made = program(
-        FULL,
-        "main: copy(x, full[tp.rank])",
-        "main: record(e)",
-        "comm: wait(e)",
-        "comm: group(send(full[tp.rank], peer=tp.rank + 1), "
-        "recv(full[tp.rank - 1], peer=tp.rank - 1))",
-        "comm: group(send(full[tp.rank - 1], peer=tp.rank + 1), "
-        "recv(full[tp.rank - 2], peer=tp.rank - 1))",
-        RETURN,
-    )
-    for (result,) in run_ranks(made, inputs(), seed=seed):
-        assert torch.equal(result, gathered())
-
-
 def test_sends_outside_a_group_deadlock() -> None:
     ops = "main: send(x, peer=tp.rank + 1)", "main: recv(full[tp.rank], peer=tp.rank - 1)"
     with pytest.raises(Deadlock, match="rank 2"):
@@ -76,18 +53,6 @@ def test_an_unannounced_get_reads_poison_in_some_interleaving() -> None:
         return any(result.isnan().any() for (result,) in results)
 
     assert any(bad(seed) for seed in range(50))
-
-
-def test_puts_arrive(seed: int) -> None:
-    made = program(
-        SLOT,
-        *(f"main: put(x, slot[tp.rank], peer=tp.rank + {k})" for k in (0, 1, 2)),
-        "main: notify(put, to=tp.others)",
-        "main: expect(put, tp.others)",
-        *TAKEN,
-    )
-    for (result,) in run_ranks(made, inputs(), seed=seed, runs=3):
-        assert torch.equal(result, gathered())
 
 
 def test_use_after_free_is_a_fault() -> None:

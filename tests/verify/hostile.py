@@ -71,22 +71,6 @@ def odd_strides(size: int) -> str:
     return filled(size, "def f(tp: Team[1], t: f32[1024, 1024]):\n", line)
 
 
-def deep_boxes(size: int) -> str:
-    """Boxes of eight dimensions, each a part of each."""
-    shape = ", ".join(["8"] * 8)
-    head = f"def f(tp: Team[1], x: f32[{shape}], y: out[f32[{shape}]]):\n"
-
-    def box(k: int) -> str:
-        return "[" + ", ".join(f"{k >> d & 3}:{4 + (k >> d & 3)}" for d in range(8)) + "]"
-
-    return filled(
-        size,
-        head,
-        lambda k: f"main: copy(x{box(k)}, y{box(k + 1)})",
-        lambda k: f"side: copy(y{box(k * 7)}, x{box(k * 3)})",
-    )
-
-
 def scattered(size: int) -> str:
     """Writes of single elements, and reads of all of them."""
     head = "def f(tp: Team[1], x: f32[100000], y: out[f32[100000]]):\n    t = alloc(f32[100000])\n"
@@ -96,23 +80,6 @@ def scattered(size: int) -> str:
         lambda k: f"main: copy(x[{k * 2}:{k * 2 + 1}], t[{k * 2}:{k * 2 + 1}])",
         lambda k: f"main: copy(t[0:{k * 2 + 2}], y[0:{k * 2 + 2}])",
     )
-
-
-# Names and lists
-
-
-def nested(size: int) -> str:
-    """An expression of brackets in brackets."""
-    return f"{ONE}    main: copy(x[0:{'(' * (size // 2)}4{')' * (size // 2)}], y)\n"
-
-
-def long_product(size: int) -> str:
-    """A polynomial that would have millions of terms."""
-    names = [f"S{k}" for k in range(24)]
-    sizes = ", ".join(f"{name}: Size[2]" for name in names)
-    factor = "(" + " + ".join(names) + ")"
-    most = " * ".join([factor] * max(2, size // len(factor)))
-    return f"def f(tp: Team[1], {sizes}, x: f32[{most}]):\n    main: host_sync()\n"
 
 
 def sized_boxes(size: int) -> str:
@@ -127,15 +94,6 @@ def sized_boxes(size: int) -> str:
         lambda k: f"main: copy(x[S + {k}:S + {k + 2}], y[S + {k}:S + {k + 2}])",
         lambda k: f"main: copy(x[T + {k}:T + {k + 2}], y[T + {k}:T + {k + 2}])",
     )
-
-
-# Streams and events
-
-
-def long_fused(size: int) -> str:
-    """One op of very many parts."""
-    parts = listed(size, lambda k: f'part(call("aten.neg.out", x, out=y), record(e{k}))')
-    return f"{ONE}    main: fused({parts})\n"
 
 
 # Ranks
@@ -159,26 +117,6 @@ def all_signals(size: int) -> str:
     )
 
 
-def lonely(size: int) -> str:
-    """Sends and collectives that nobody answers."""
-    one = filled(size // 2, "", lambda k: f"s{k}: send(x, peer=1)")
-    two = filled(size // 2, "", lambda k: f't{k}: all_reduce(x, y, team=tp, reduce="sum")')
-    head = "(tp: Team[[0, 1]], x: f32[4, 4], y: out[f32[4, 4]]):\n    ranks({})\n"
-    return f"def f{head.format(0)}{one}\n\ndef g{head.format(1)}{two}"
-
-
-def long_circle(size: int) -> str:
-    """One circle through everything."""
-    return filled(
-        size,
-        f"{TWO}    a: expect(s0, tp.rank + 1)\n",
-        lambda k: (
-            f"a: notify(t{k}, to=tp.rank + 1)\nb: expect(t{k}, tp.rank + 1)\nb: notify(s{k + 1}, to=tp.rank + 1)\na: expect(s{k + 1}, tp.rank + 1)"
-        ),
-        end="    b: notify(s0, to=tp.rank + 1)\n",
-    )
-
-
 def large_team(size: int) -> str:
     """A thousand ranks that do not fold, and that signal round and round."""
     head = (
@@ -190,27 +128,6 @@ def large_team(size: int) -> str:
         head,
         lambda k: f"main: copy(x[{k % 1024}], y[{k % 1024}])\nmain: notify(s{k}, to=tp.rank + 1)",
         lambda k: f"side: expect(s{k}, tp.rank - 1)\nside: record(e)\nmain: wait(e)",
-    )
-
-
-def largest_team(size: int) -> str:
-    """As many ranks as there may be, told apart by what is at a fixed place."""
-    head = "def f(tp: Team[65536], x: f32[65536, 4], y: out[f32[65536, 4]]):\n"
-    return filled(
-        size, head, lambda k: f"main: copy(x[{k % 65536}], y[{k % 65536}])\nmain: barrier(team=tp)"
-    )
-
-
-def many_members(size: int) -> str:
-    """As many ranks as there may be, which fold, and each collective is of other views."""
-    head = "def f(tp: Team[65536], x: f32[1000000, 4], y: f32[1000000, 4]):\n"
-    return filled(
-        size,
-        head,
-        lambda k: (
-            f'main: all_reduce(x[{k}:{k + 2}], y[{k}:{k + 2}], team=tp, reduce="sum", '
-            f'backend="b{k}")'
-        ),
     )
 
 
@@ -232,23 +149,6 @@ def many_programs(size: int) -> str:
     return "\n\n".join(f"{head.format(k, ranks)}{ops}" for k in range(number))
 
 
-# Faults
-
-
-def scales(size: int) -> str:
-    """Packed rows that are cut and moved, over and over."""
-    head = (
-        "def f(tp: Team[2], x: bf16[4096, 64], w: f8e4m3[64, 64]):\n"
-        "    p = empty(f8e4m3[4096, 80])\n    q = empty(f8e4m3[4096, 80])\n"
-    )
-    return filled(
-        size,
-        head,
-        lambda k: f"main: copy(p[{k % 4000}:{k % 4000 + 9}], q[{k * 7 % 4000}:{k * 7 % 4000 + 9}])",
-        lambda k: f"main: copy(q[{k % 99}:{k % 99 + 3000}], p[{k * 3 % 99}:{k * 3 % 99 + 3000}])",
-    )
-
-
 FILLED: dict[str, tuple[str, *tuple[Lines, ...]]] = {
     # Columns of 60,000 runs, on two streams that nothing orders.
     "long_boxes": (
@@ -256,7 +156,6 @@ FILLED: dict[str, tuple[str, *tuple[Lines, ...]]] = {
         lambda k: f"main: copy(x[:, {k % 999}:{k % 999 + 9}], y[:, {k % 999}:{k % 999 + 9}])",
         lambda k: f"side: copy(x[:, {k % 997}:{k % 997 + 7}], y[:, {k % 997}:{k % 997 + 7}])",
     ),
-    # Columns of 60,000 runs that are written one by one, and read together, on one stream.
     # Buffers of one storage, each begins where no other does.
     "one_storage": (
         ONE,
@@ -287,7 +186,6 @@ FILLED: dict[str, tuple[str, *tuple[Lines, ...]]] = {
         lambda k: "main: send(x, peer=tp.rank + 1)",
         lambda k: "main: recv(y, peer=tp.rank + 1)",
     ),
-    # Messages on streams of their own, behind others that wait for them.
     # Circles of signals, each on two streams of its own.
     "circles": (
         TWO,
@@ -318,22 +216,13 @@ HOSTILE: dict[str, Hostile] = {
     each.__name__: each
     for each in (
         odd_strides,
-        deep_boxes,
         scattered,
-        nested,
-        long_product,
         sized_boxes,
-        long_fused,
         signals,
         all_signals,
-        lonely,
-        long_circle,
         large_team,
-        largest_team,
-        many_members,
         wide_mesh,
         many_programs,
-        scales,
     )
 } | {name: partial(_repeated, name) for name in FILLED}
 """Functions by name that make a text of about so many characters."""

@@ -122,18 +122,16 @@ def path_of(name: str) -> Path:
     return FOLDER / f"{name.replace(' ', '_')}.ilc"
 
 
-def search(name: str, seed: int, most: int = 20_000) -> str:
-    """The text of the smallest of the sets that show it, of the first part in which any does."""
+def search(name: str, first_seed: int, seeds: int = 80) -> str:
+    """The text of the smallest of the sets that show it, of the first seed by which any does."""
     with planted(name), pytest.MonkeyPatch.context() as patch:
         patch.setattr(campaigns, "SLOWEST", 3)
-        for start in range(0, most, 250):
-            done = campaigns.part(seed, start, 250)
-            if done["found"]:
-                best = min(done["found"], key=lambda one: one["num_ops"])
-                print(
-                    f"{name}: {sum(done['counts'].values())} from {start} on, {best['num_ops']} ops"
-                )
-                return f"# planted: {name}\n{best['text']}"
+        for seed in range(first_seed, first_seed + seeds):
+            done = campaigns.run(campaigns.Plan(250, seed))
+            if done.found:
+                best = min(done.found, key=lambda one: one.num_ops)
+                print(f"{name}: {done.counts.total()} by seed {seed}, {best.num_ops} ops")
+                return f"# planted: {name}\n{best.text}"
     return ""
 
 

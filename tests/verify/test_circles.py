@@ -112,9 +112,3 @@ def test_what_never_comes_is_named(
         (op.rank, op.line, op.role.removeprefix("waits for "))
         for op in (each.ops[0] for each in found)
     ] == wanted
-
-
-# The search, on graphs that are drawn
-
-Edges = dict[int, list[tuple[int, bool]]]
-"""Nodes that each node waits for, each with True if by the order of a stream."""

@@ -142,22 +142,16 @@ def test_a_remark_on_launches_names_what_is_launched_first() -> None:
     assert finding.ranks == (0, 1)
 
 
-@pytest.mark.parametrize(
-    ("before", "count"),
-    [
-        ("main: copy(x, y); side: copy(x, a)", {"race": 3, "use-before-alloc": 1}),
-        ("main: copy(x, y); main: copy(x, a)", {"use-before-alloc": 2}),
-        ("main: expect(s, tp.rank + 1); side: copy(x, a)", {"deadlock": 1, "use-before-alloc": 2}),
-    ],
-    ids=["unordered", "before", "never"],
-)
-def test_a_use_listed_before_its_slot_is_taken(before: str, count: dict[str, int]) -> None:
-    """Where the take never comes, the list alone has an order."""
-    more = "; main: copy(x, y)" if "expect" in before else ""
+def test_a_use_that_peers_await_before_its_slot_is_taken() -> None:
+    """The take awaits, by way of the peer, what follows the use."""
     report = checked(
-        f"{before}; a = alloc(f32[4], symmetric=tp); main: copy(x, a){more}; main: free(a)"
+        "main: copy(x, y); third: expect(go, tp.rank + 1); third: notify(back, to=tp.rank + 1); "
+        'side: expect(back, tp.rank + 1); a = alloc(f32[4], symmetric=tp, stream="side"); '
+        "main: copy(x, a); main: notify(go, to=tp.rank + 1); main: record(e); side: wait(e); "
+        "side: free(a)"
     )
-    assert kinds(report) == count
+    assert kinds(report) == {"use-before-alloc": 1}
+    assert [op.at[1] for op in report.errors[0].ops] == [4, 5]
 
 
 def test_no_remark_on_launches_where_ops_never_come() -> None:

@@ -71,11 +71,6 @@ FAULTS: dict[str, tuple[SET, str, tuple[str, ...]]] = {
         "double-free",
         ("main: free(full)", "main: free(full)"),
     ),
-    "free before the slot is taken": (
-        programs(PEER.replace("    full = ", "    main: free(full)\n    full = ")),
-        "bad-free",
-        ("main: free(full)",),
-    ),
     "forgotten free of a slot": (
         programs(without(PEER, "main: free(full)")),
         "leak",
@@ -252,11 +247,6 @@ FAULTS: dict[str, tuple[SET, str, tuple[str, ...]]] = {
         programs(PEER + "    return full\n"),
         "result",
         ("return",),
-    ),
-    "use before its allocation": (
-        programs(moved(SLOTS, "aten.neg.out", "u = alloc(")),
-        "use-before-alloc",
-        ("aten.neg.out", "u = alloc("),
     ),
     "host waits for what only it can start": (
         programs(

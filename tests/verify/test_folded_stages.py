@@ -187,4 +187,4 @@ def test_teams_of_some_ranks_each() -> None:
     )
     bodies = text.format("main: barrier(team=a)", "main: barrier(team=b)")
     symmetry = compared([*parse_set(bodies)]).symmetry
-    assert symmetry == Symmetry((0, 2), ("a", "b"), ())
+    assert symmetry == Symmetry((0, 2), ("a", "b"))

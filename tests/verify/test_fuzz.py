@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from tests.fuzzing import Plan, Tally, compare, drawn, run
+from tests.fuzzing import Plan, compare, drawn, run
 from tests.fuzzing import campaign as campaigns
 from tests.fuzzing.compare import header
 from tests.fuzzing.shrink import MAX_OPS
@@ -132,17 +132,6 @@ def test_a_planted_fault_is_found_and_made_small(
         patch.setattr(*fault)  # pyright: ignore[reportArgumentType, reportCallIssue]
         again = compare(programs, runs, fold=found.number % campaigns.UNFOLDED != 0)
     assert sort in {each.sort for each in again.disagreements}, text
-
-
-def test_a_seed_means_the_same_in_any_number_of_processes(seed: int) -> None:
-    def facts(tally: Tally) -> tuple[object, ...]:
-        return tally.programs, tally.ops, tally.kinds, tally.met, tally.passed_over
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(campaigns, "PART", 40)
-        one, two = (run(Plan(100, seed, jobs)) for jobs in (1, 2))
-    assert facts(one) == facts(two)
-    assert one.programs == 100
 
 
 def test_it_needs_nothing_but_python(seed: int) -> None:

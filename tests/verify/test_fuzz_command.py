@@ -38,7 +38,7 @@ def test_time_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert " 0 sets of Programs" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["--programs", "0"], ["--jobs", "0"], ["--seed", "-1"]])
+@pytest.mark.parametrize("words", [["--programs", "0"], ["--seed", "-1"]])
 def test_wrong_usage(words: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)

@@ -200,8 +200,7 @@ def test_of_a_storm_of_faults_few_fixes_are_proved() -> None:
     storm = "".join(f"    s{stream}: copy(x, y)\n" for stream in range(100))
     report = check(parsed(f"def p(tp: Team[2], x: f32[4], y: out[f32[4]]):\n{storm}"))
     assert report.num_left_out > 4_000
-    proofs = [finding.proved for finding in report.errors]
-    assert 0 < len(list(filter(None, proofs))) < 30
+    assert [finding for finding in report.errors if finding.fixed] == [*report.errors[:1]]
     assert all(finding.fix for finding in report.errors)
 
 
@@ -240,4 +239,4 @@ def try_texts(seed: int, count: int) -> None:
 
 
 def test_a_damaged_file_gives_a_typed_error_or_a_verdict(seed: int) -> None:
-    try_texts(seed, 300)
+    try_texts(seed, 600)

@@ -2,11 +2,9 @@
 
 $ interlace doctor
 $ interlace doctor --json | jq '.checks[] | select(.state != "ok")'
-$ torchrun --nnodes 2 ... -m interlace doctor       # on each host: docs/how-to/hosts.md
 
-Under torchrun, rank 0 also says what keeps the hosts of the job apart. Their notes go through the
-store, before gloo connects them: where gloo listens on loopback, nothing else could. How fast the
-links are, `interlace bench interconnect` measures.
+It looks at this host alone; of a job on several, run it on each. How fast the links are,
+`interlace bench interconnect` measures.
 """
 
 from __future__ import annotations
@@ -20,19 +18,18 @@ import shutil
 import socket
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from interlace.commands.files import read_machine
 from interlace.commands.options import Json
 from interlace.commands.output import UNSOUND, command, print_json, say, table
-from interlace.errors import CalibrationError, CommTimeoutError, InterlaceError
+from interlace.errors import CalibrationError, InterlaceError
 
 SHARED_MEMORY = Path("/dev/shm")
 ENOUGH_SHARED_MEMORY = 1 << 30
@@ -46,8 +43,6 @@ PACKAGES = {
     "triton": ("kernels on GPUs and Inductor there", "it comes with a CUDA build of torch"),
     "cuda-bindings": ("peer memory on GPUs", "pip install 'cuda-bindings>=13.0.3,<14'"),
 }
-SAME = "python", "torch", "interlace", "device"
-"""Facts that must be the same on every host of a job."""
 SIOCGIFADDR = 0x8915
 """Linux's request for the IPv4 address of an interface."""
 PROBE = 2 << 20
@@ -65,33 +60,18 @@ class Inspection:
 
 
 @command
-def doctor(
-    timeout: Annotated[
-        float,
-        typer.Option(
-            "--timeout",
-            "--time-out",
-            help="Under torchrun: seconds within which all ranks are to come.",
-        ),
-    ] = 60,
-    json: Json = False,
-) -> None:
+def doctor(json: Json = False) -> None:
     """Say what is installed on this machine, what is missing and how to fix it.
 
-    Under torchrun, also which hosts there are, and whether gloo joins them. Ends with code 1 if
-    something is broken; what is merely absent is optional.
+    Ends with code 1 if something is broken; what is merely absent is optional.
     """
-    checks, hosts = list(look()), list[dict[str, Any]]()
-    joins = not any(c.state == "broken" and c.name in ("torch", "gloo") for c in checks)
-    if joins and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        rank, hosts, found = look_at_job(checks, timeout)
-        if rank:
-            return
-        checks += found
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return  # torchrun started it: one rank of each host answers
+    checks = list(look())
     broken = any(check.state == "broken" for check in checks)
     if json:
         listed = [asdict(check) for check in checks]
-        print_json({"schema": 1, "ok": not broken, "checks": listed, "hosts": hosts})
+        print_json({"schema": 1, "ok": not broken, "checks": listed})
     else:
         table(("what", "state", "found"), [(c.name, c.state, c.found) for c in checks])
         say("")
@@ -125,6 +105,7 @@ def look() -> Iterator[Inspection]:
     fix = "install the package (pip install .), or pass backend=interlace.frontend.backend"
     yield _optional("torch.compile backend", "interlace" in points, 'backend="interlace"', fix)
     yield _shared_memory()
+    yield _interface()
     path = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), "")
     fix = 'only regions="inductor" on the CPU needs one: apt-get install g++'
     yield _optional("C++ compiler", bool(path), path or "none on PATH", fix)
@@ -183,6 +164,17 @@ def _shared_memory() -> Inspection:
     return _optional(name, usage.free >= ENOUGH_SHARED_MEMORY, found, fix)
 
 
+def _interface() -> Inspection:
+    """The address where gloo listens, which ranks on other hosts have to reach."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    address = _gloo_address(interface.split(",")[0])
+    reached = bool(address) and not ip_address(address).is_loopback
+    found = f"listens on {address or 'no IPv4 address'} (GLOO_SOCKET_IFNAME={interface})"
+    fix = "only ranks on several hosts need it: set GLOO_SOCKET_IFNAME on each host to its "
+    fix += "interface that joins them (`ip -br address`)"
+    return _optional("gloo's address", reached, found, fix)
+
+
 def _calibration(torch: Any) -> Inspection:
     """The calibration file of this machine."""
     from interlace.cost import default_path
@@ -231,75 +223,6 @@ def look_at_gpus(torch: Any) -> Iterator[Inspection]:
         yield Inspection("memory shared by processes", "absent", str(error), fix)
 
 
-def look_at_job(
-    own: Sequence[Inspection], timeout_s: float
-) -> tuple[int, list[dict[str, Any]], list[Inspection]]:
-    """This rank; the hosts of the job; and what keeps them apart. All ranks call it.
-
-    Raises:
-        CommTimeoutError: the store of torch.distributed did not answer in time.
-        AgreementError: a rank did not come in time.
-    """
-    import torch.distributed as dist
-
-    from interlace.comm import Board
-    from interlace.comm.backends import connect
-    from interlace.launch import prepare_for_gpus
-
-    prepare_for_gpus(os.environ)
-    try:
-        store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-    except (RuntimeError, ValueError) as error:
-        raise CommTimeoutError(
-            f"the ranks of this job did not meet in the store of torch.distributed: {error}. See "
-            "that all are started, and that MASTER_ADDR and MASTER_PORT can be reached from here"
-        ) from error
-    board = Board(store, range(world), rank, "interlace/doctor", limit_s=timeout_s)
-    board.announce()
-    by_host: dict[str, dict[str, Any]] = {}
-    for other, note in enumerate(board.exchange("doctor", _note(own), timeout_s)):
-        by_host.setdefault(note["host"], {**note, "ranks": []})["ranks"].append(other)
-    hosts = [*by_host.values()]
-    checks = [*job_checks(hosts)]
-    if any(check.state == "broken" for check in checks):
-        return rank, hosts, checks
-
-    def look() -> None:
-        if board.is_over("gloo"):
-            board.decide("gloo")  # raises what a peer gave up for
-
-    ended, gloo = (lambda: board.ended({*board.ranks})), dist.PrefixStore("doctor", store)
-    try:  # init_process_group would wait far longer for those that another cannot reach
-        with board.attending(["gloo"]):
-            group = connect("gloo", gloo, rank, world, timeout_s, "all ranks", look, ended)
-        board.exchange("gloo", {}, timeout_s)
-        group.barrier().wait()  # none leaves, perhaps with the store, while others ask it
-    except (InterlaceError, RuntimeError) as error:
-        fix = "let hosts reach where gloo listens, on any port (firewalls: docs/how-to/hosts.md)"
-        checks.append(Inspection("gloo between ranks", "broken", str(error), fix))
-    return rank, hosts, checks
-
-
-def _note(own: Sequence[Inspection]) -> dict[str, Any]:
-    """Facts of this rank's host."""
-    import torch
-
-    import interlace
-    from interlace.comm.teams import host
-
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    return {
-        "host": host(),
-        "name": socket.gethostname(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "interlace": interlace.__version__,
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
-        "gloo": [interface, _gloo_address(interface.split(",")[0])],
-        "checks": [asdict(check) for check in own if check.state != "ok"],
-    }
-
-
 def _gloo_address(interface: str) -> str:
     """The IPv4 address where gloo listens: an interface's or the host's; empty if there is none."""
     try:
@@ -312,23 +235,3 @@ def _gloo_address(interface: str) -> str:
             return socket.inet_ntoa(fcntl.ioctl(any_socket, SIOCGIFADDR, request)[20:24])
     except OSError:
         return "" if interface else "127.0.0.1"
-
-
-def job_checks(hosts: Sequence[dict[str, Any]]) -> Iterator[Inspection]:
-    """Checks of a job: whether its hosts have the same, and can reach one another."""
-    for what in SAME:
-        if len({host[what] for host in hosts}) > 1:
-            listed = ", ".join(f"{host[what]} on {host['name']}" for host in hosts)
-            yield Inspection(f"{what} of the hosts", "broken", listed, "have the same on each")
-    first = {check["name"] for check in hosts[0]["checks"]}
-    for host in hosts:
-        for check in host["checks"]:
-            if check["name"] not in first:
-                yield Inspection(**check | {"name": f"{check['name']} on {host['name']}"})
-        interface, address = host["gloo"]
-        fix = "set GLOO_SOCKET_IFNAME on each host to its interface that joins them"
-        found = f"listens on {address or 'no IPv4 address'} (GLOO_SOCKET_IFNAME={interface})"
-        lost = len(hosts) > 1 and address and ip_address(address).is_loopback
-        state = "broken" if lost else "ok" if address else "absent"
-        fix = "" if state == "ok" else f"{fix} (`ip -br address`)"
-        yield Inspection(f"gloo on {host['name']}", state, found, fix)

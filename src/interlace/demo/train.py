@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 
 from interlace.demo.model import Transformer, parallelize
 from interlace.demo.plan import TrainingPlan
-from interlace.frontend import Bound, backend, capture
-from interlace.frontend.explain import explain, report
+from interlace.frontend import Bound, backend
+from interlace.frontend.explain import explain, graphs_of, report
 from interlace.frontend.schedules import export
 from interlace.launch import Report, Tell
 from interlace.torch_private import default_store
@@ -76,26 +76,25 @@ def train(
         options |= {"timeout_s": plan.timeout_s, "trace": True}
         forward = torch.compile(model, backend=registered(), options=options)
     losses, step_s = list[float](), list[float]()
-    with capture() as captured:
-        for step in range(plan.steps):
-            began = time.perf_counter()
-            tokens, targets = (t.to(mesh.device_type) for t in batch_at(step, plan, text))
-            loss = F.cross_entropy(forward(tokens).flatten(0, 1).float(), targets.flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            step_s.append(time.perf_counter() - began)
-            tell({"way": way, "step": step, "loss": losses[-1], "event": "step"})
+    for step in range(plan.steps):
+        began = time.perf_counter()
+        tokens, targets = (t.to(mesh.device_type) for t in batch_at(step, plan, text))
+        loss = F.cross_entropy(forward(tokens).flatten(0, 1).float(), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        step_s.append(time.perf_counter() - began)
+        tell({"way": way, "step": step, "loss": losses[-1], "event": "step"})
     results: Report = {
         "losses": losses,
         "first_step_s": step_s[0],
         "step_ms": statistics.median(step_s[1:] or step_s) * 1e3,
         "parameters": digest(model.parameters()),
-        "overlap": overlap_of(captured.bound),
+        "overlap": overlap_of(bound for graph in graphs_of(forward) for bound in graph.bound),
     }
     if out is not None:
-        files = [*export(captured, out, overwrite=True), report(forward, out / "timeline.html")]
+        files = [*export(forward, out, overwrite=True), report(forward, out / "timeline.html")]
         results |= {"explained": explain(forward), "files": list(map(str, files))}
     return results
 

@@ -15,7 +15,7 @@ importing/         an FX graph as a serial Program
 calling/           from the arguments of a call to a run
 """
 
-from interlace.frontend.backend import Captured, backend, capture
+from interlace.frontend.backend import backend
 from interlace.frontend.binding import Bound
 from interlace.frontend.calling.arguments import Imported, Opaque
 from interlace.frontend.compiled_graph import CompiledGraph
@@ -24,12 +24,10 @@ from interlace.frontend.teams import Teams
 
 __all__ = [
     "Bound",
-    "Captured",
     "CompiledGraph",
     "Imported",
     "Opaque",
     "Teams",
     "backend",
-    "capture",
     "import_graph",
 ]

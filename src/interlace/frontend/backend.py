@@ -17,15 +17,13 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.errors import CalibrationError, InterlaceError, OptionError
-from interlace.frontend.binding import Bound
 from interlace.frontend.calling.arguments import without_waiting
 from interlace.frontend.calling.tracing import symbolic_sizes
 from interlace.frontend.compiled_graph import CompiledGraph, Setting
@@ -40,7 +38,6 @@ from interlace.frontend.importing.grouped import equal_groups
 from interlace.frontend.importing.nodes import label
 from interlace.frontend.importing.types import device_of
 from interlace.frontend.partition import Partition
-from interlace.ir import Program
 from interlace.options import Options
 from interlace.runtime.machine import shared_machine
 from interlace.torch_private import FakeTensorMode, TracingContext, tracing
@@ -55,49 +52,6 @@ from interlace.torch_private.dynamo import (
 
 log = logging.getLogger(__name__)
 """Off by default: `TORCH_LOGS=interlace.frontend`, or `logging` itself, shows what is compiled."""
-
-
-@dataclass(slots=True)
-class Captured:
-    """The compiled graphs, in the order in which they were compiled."""
-
-    graphs: list[CompiledGraph] = field(default_factory=list)
-
-    @property
-    def bound(self) -> list[Bound]:
-        """Every bound Program with its proof and its Executor. What runs as traced has none."""
-        return [bound for graph in self.graphs for bound in graph.bound]
-
-    @property
-    def programs(self) -> list[Program]:
-        """The overlapped Programs: forward and backward of each graph."""
-        return [bound.program for bound in self.bound]
-
-    def explain(self) -> str:
-        """Each communication with its strategy, the reason and what is predicted and measured."""
-        from interlace.frontend.explain import explain_graphs
-
-        return explain_graphs(self.graphs)
-
-
-_CAPTURING: ContextVar[tuple[Captured, ...]] = ContextVar("interlace_capturing", default=())
-
-
-@contextlib.contextmanager
-def capture() -> Iterator[Captured]:
-    """Collects what the `interlace` backend compiles inside the block; graphs that torch keeps from
-    before are not seen (`torch.compiler.reset()` drops them).
-
-        with interlace.frontend.capture() as captured:
-            model(x).sum().backward()
-        print(captured.programs[0])
-    """
-    captured = Captured()
-    token = _CAPTURING.set((*_CAPTURING.get(), captured))
-    try:
-        yield captured
-    finally:
-        _CAPTURING.reset(token)
 
 
 class Compilation:
@@ -117,9 +71,9 @@ class Compilation:
             machine = None
         cut = Partition(options.memory, machine, options.timeout_s, self.setting.places)
         return {
-            "fw_compiler": lambda gm, _: self._compiled_graph("forward", gm),
-            "bw_compiler": lambda gm, _: self._compiled_graph("backward", gm),
-            "inference_compiler": lambda gm, _: self._compiled_graph("inference", gm),
+            "fw_compiler": lambda gm, _: self.compiled_graph("forward", gm),
+            "bw_compiler": lambda gm, _: self.compiled_graph("backward", gm),
+            "inference_compiler": lambda gm, _: self.compiled_graph("inference", gm),
             "partition_fn": cut,
             "keep_inference_input_mutations": True,
         }
@@ -158,7 +112,8 @@ class Compilation:
         for graph in self.graphs:
             graph.close()
 
-    def _compiled_graph(self, kind: str, gm: fx.GraphModule) -> CompiledGraph:
+    def compiled_graph(self, kind: str, gm: fx.GraphModule) -> CompiledGraph:
+        """One graph of AOTAutograd, not bound yet."""
         if kind == "inference":
             equal_groups(gm.graph)  # the others were one graph before
         if kind == "backward":
@@ -168,8 +123,6 @@ class Compilation:
         meshes = tuple(dict.fromkeys((*self.setting.meshes, *found)))
         graph = CompiledGraph(kind, gm, replace(self.setting, meshes=meshes))
         self.graphs.append(graph)
-        for captured in _CAPTURING.get():
-            captured.graphs.append(graph)
         return graph
 
 

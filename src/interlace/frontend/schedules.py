@@ -18,7 +18,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch.distributed import ProcessGroup
 
@@ -33,43 +32,36 @@ from interlace.runtime.prepare.agreement import digest, essence, program_rank
 from interlace.trace.tracks import write_whole
 from interlace.verify import check
 
-if TYPE_CHECKING:
-    from interlace.frontend.backend import Captured
-
 DIGITS = 8
 NAME = re.compile(rf"(forward|backward|inference)-[0-9a-f]{{{DIGITS}}}\.ilc")
 
 
 def export(
-    compiled: Callable[..., object] | Captured,
-    folder: str | os.PathLike[str],
-    *,
-    overwrite: bool = False,
+    compiled: Callable[..., object], folder: str | os.PathLike[str], *, overwrite: bool = False
 ) -> list[Path]:
     """Writes the schedules of a compiled model into `folder` and returns their paths.
 
-    `compiled` is a module or a function that `torch.compile` made, what `interlace.compile`
-    returned, of which the graphs of the arguments met last are written, or what
-    `interlace.frontend.capture` collected. Each bound graph gives `KIND-DIGEST.ilc`, the Program
-    that runs, and beside it `KIND-DIGEST.serial.ilc`, the Program that was imported.
+    `compiled` is a module or a function that `torch.compile` made, or what `interlace.compile`
+    returned, of which the graphs of the arguments met last are written. Each bound graph gives
+    `KIND-DIGEST.ilc`, the Program that runs, and beside it `KIND-DIGEST.serial.ilc`, the Program
+    that was imported.
     `Options(schedules=folder)` runs the former, which may be edited. Ranks that run one text write
     one file, so one of them is enough.
 
     Raises ExecutorError where nothing is compiled yet, and ScheduleError, before anything is
     written, where a file has another text, an edited one perhaps; `overwrite=True` replaces it.
     """
-    from interlace.frontend.backend import Captured
     from interlace.frontend.explain import graphs_of, none_of
 
-    graphs = compiled.graphs if isinstance(compiled, Captured) else graphs_of(compiled)
     place, texts = Path(folder), dict[Path, str]()
-    for bound in (bound for graph in graphs for bound in graph.bound):
+    for bound in (bound for graph in graphs_of(compiled) for bound in graph.bound):
         stem = f"{bound.kind}-{key_of(bound.serial)}"
         for program, ending in ((bound.program, ".ilc"), (bound.serial, ".serial.ilc")):
             texts[place / f"{stem}{ending}"] = f"{print_program(_anywhere(program))}\n"
     if not texts:
-        why = "" if isinstance(compiled, Captured) else f". {none_of(compiled)}"
-        raise ExecutorError(f"there is no schedule to export: call the compiled model first{why}")
+        raise ExecutorError(
+            "there is no schedule to export: call the compiled model first. " + none_of(compiled)
+        )
     if edited := [path for path, text in texts.items() if not overwrite and _other(path, text)]:
         raise ScheduleError(
             f"{', '.join(map(str, edited))}: the text is not what export would write, so it may be "

@@ -131,7 +131,6 @@ _OTHERS: dict[Kind, tuple[str, ...]] = {
     ),
     "movement": (
         *("aten.cat.default", "aten.constant_pad_nd.default"),
-        *("aten.slice.Tensor", "aten.narrow.default"),
         *("aten.clone.default", "aten.contiguous.default", "aten.alias.default"),
         *("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default"),
     ),

@@ -154,11 +154,10 @@ class Meetings(Generic[T]):
     Ops are added rank by rank, in the order of each list.
     """
 
-    def __init__(self, folded: Collection[str] = (), among: Collection[int] | None = None) -> None:
+    def __init__(self, folded: Collection[str] = ()) -> None:
         """One rank stands for all of a team named in `folded`: what it does with a peer at some
-        distance, each of them does with the peer at that distance. Only the ranks in `among` count
-        as members of a team; None: all."""
-        self._folded, self._among = folded, among
+        distance, each of them does with the peer at that distance."""
+        self._folded = folded
         self.queues: dict[Queue, dict[int, list[T]]] = {}
         """The collectives of each rank."""
         self.channels: dict[Channel, tuple[list[T], list[T]]] = {}
@@ -230,8 +229,6 @@ class Meetings(Generic[T]):
         key = self._teams.get((where.rank, name))
         if key is None:
             ranks = (where.rank,) if name in self._folded else where.member(name).ranks
-            if self._among is not None:
-                ranks = tuple([rank for rank in ranks if rank in self._among])
             known = self._instances.setdefault((name, ranks[0]), [])
             key = next((k for k in known if k.ranks is ranks or k.ranks == ranks), None)
             if key is None:

@@ -58,8 +58,8 @@ class CrossEntropyLoss(Loss):
     Takes the options of `torch.nn.CrossEntropyLoss` (without the deprecated ones), and those of the
     function. Logits are (..., classes): the classes come last. `weight` is a buffer.
 
-    A target that is no class makes this loss NaN, and a later call raises TargetError;
-    `check_targets=True` raises at once, and has the host wait for the device.
+    A target that is no class makes this loss NaN, and a later call, or
+    `interlace.nn.functional.raise_pending`, raises TargetError.
     """
 
     function = staticmethod(cross_entropy)

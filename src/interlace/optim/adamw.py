@@ -35,11 +35,12 @@ class Adam(KeepsStates):
     """Adam (Kingma and Ba, arXiv:1412.6980), its weight decay an L2 penalty on the gradient.
 
     The arguments up to `fused` are torch.optim.Adam's, without `decoupled_weight_decay`: that is
-    `AdamW`, and a group or a checkpoint that asks for it here is an error. `foreach`, `capturable`
-    and `differentiable` cannot be asked for; `fused=True` is allowed and changes nothing. Then:
+    `AdamW`, and a group or a checkpoint that asks for it here is an error. `amsgrad`, `foreach`,
+    `capturable` and `differentiable` cannot be asked for; `fused=True` is allowed and changes
+    nothing. Then:
 
-    - `exp_avg_dtype`, `exp_avg_sq_dtype`: float32 or bfloat16, what the moments are stored in
-      (`max_exp_avg_sq` as `exp_avg_sq`). All arithmetic is fp32.
+    - `exp_avg_dtype`, `exp_avg_sq_dtype`: float32 or bfloat16, what the moments are stored in.
+      All arithmetic is fp32.
     - `master_weights`: for bf16 and fp16 parameters, None, "fp32" (a float32 master beside each;
       what else writes the parameter is undone by the next step) or "remainder" (16 bits beside a
       bf16 parameter that make it the exact master, rounded to nearest; what else writes the
@@ -47,7 +48,7 @@ class Adam(KeepsStates):
     - `stochastic_rounding`: whatever is stored in bf16 with loss (moments, and parameters without
       masters) is rounded up or down at random, so that the mean is right. Rounded to nearest, a
       bf16 second moment never decays at beta2=0.999, and updates below half a step of the
-      parameter are lost. `max_exp_avg_sq` and fp16 parameters are always rounded to nearest.
+      parameter are lost. fp16 parameters are always rounded to nearest.
     - `seed`: of that rounding. The random bits depend on it, on the parameter's place in the
       groups, on its step and on the element, so replicas round alike and a resumed run goes on bit
       for bit, also on another number of ranks if parameters are sharded by rows.
@@ -128,6 +129,7 @@ class Adam(KeepsStates):
 
     def _check_loaded(self, own: Group, group: Group) -> None:
         self._check_decay(group)
+        refuse_amsgrad(group)
 
     def _check_decay(self, group: Group) -> None:
         """The class says how weights decay; torch.optim.Adam has an option for it, in groups."""
@@ -181,8 +183,18 @@ def own_options(variables: Group) -> ParamGroup:
     return {n: v for n, v in variables.items() if n not in ("self", "params", "__class__")}
 
 
+def refuse_amsgrad(group: Group) -> None:
+    """Raises OptimizerError for a group, or that of a checkpoint, that keeps greatest moments."""
+    if group.get("amsgrad"):
+        raise OptimizerError(
+            "amsgrad=True: Adam and AdamW keep no greatest second moments any more. fix: "
+            "torch.optim's, with amsgrad=True"
+        )
+
+
 def check_group(group: Group) -> None:
     """Raises OptimizerError for options that cannot be."""
+    refuse_amsgrad(group)
     lr, betas = group["lr"], tuple(group["betas"])
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise OptimizerError(f"lr is a tensor of {lr.numel()} elements: give it one")

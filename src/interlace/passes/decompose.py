@@ -14,21 +14,25 @@ later; `schedule` then gives the transfers a stream of their own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from interlace.cost import Machine
 from interlace.errors import PassError
-from interlace.ir import Op, Program, Remark, Site
-from interlace.passes.find_sites import Analysis, FoundSite, in_blocks, without_moves
-from interlace.passes.sites.recognise import MatmulSite
-from interlace.passes.strategies.choose import Choice, Chooser
-from interlace.passes.strategies.whole import lifted, unmovable
-from interlace.passes.strategies.write import refusal, write, write_whole
-from interlace.strategies import REPLACED, STRATEGIES, names, row_of, rows_of
+from interlace.ir import Program, Remark
+from interlace.passes.dependencies import is_frozen
+from interlace.passes.find_sites import Analysis, FoundSite
+from interlace.passes.strategies.choose import Choice, Chooser, timed
+from interlace.passes.strategies.reconsider import reconsidered
+from interlace.passes.strategies.whole import unmovable
+from interlace.passes.strategies.write import COPIES, refusal, written
+from interlace.strategies import REPLACED, STRATEGIES, names, rows_of
 
-COPIES = STRATEGIES["copies", None]
+
+class LaterPass(Protocol):
+    """A pass behind `decompose`."""
+
+    def run(self, program: Program) -> Program: ...
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,10 @@ class Decompose:
     sites: tuple[int, ...] | None = None
     """The sites to work on; None: all."""
     machine: Machine | None = field(default=None, metadata={"text": False})
+    amid: tuple[str, ...] = field(default=(), metadata={"text": False})
+    """What sites are given instead (`copies`, `serial`) where the whole schedule ends sooner so."""
+    later: tuple[LaterPass, ...] = field(default=(), metadata={"text": False})
+    """The passes behind this one and before `fuse`, which make the whole schedule."""
 
     def __post_init__(self) -> None:
         if self.strategy in REPLACED:
@@ -82,8 +90,19 @@ class Decompose:
             known[number] = choice.on(site)
             if choice.remark:
                 remarks.append(Remark(self.name, choice.remark, number))
-        gpu = self.machine is not None and self.machine.device == "cuda"
+        machine = self.machine
+        gpu = machine is not None and machine.device == "cuda"
+        # Of named sizes, and of ranks of other Programs, too little is known.
+        if self.amid and machine is not None and not (program.sizes.sizes or is_frozen(program)):
+            known = reconsidered(analysis, known, machine, self.amid, self._scheduled)
         return written(analysis, known, gpu).remarked(remarks)
+
+    def _scheduled(self, program: Program) -> tuple[Program, float]:
+        """A decomposed Program as it is scheduled, and the seconds that it takes."""
+        assert self.machine is not None
+        for item in self.later:
+            program = item.run(program)
+        return timed(program, self.machine)
 
     def _choose(self, choose: Chooser, analysis: Analysis, found: FoundSite) -> Choice:
         values, site = analysis.values, found.site
@@ -107,37 +126,3 @@ class Decompose:
         text = f"{text}; {other.name} copies instead"
         choice = choose.choose(values, site, (other,))
         return dataclasses.replace(choice, reason=text, remark=text)
-
-
-def written(analysis: Analysis, sites: Mapping[int, Site], gpu: bool) -> Program:
-    """The Program whose sites are overlapped as the Sites of these numbers say."""
-    program, values = analysis.program, analysis.values
-    names = values.names.copy()
-    blocks: dict[int, tuple[int, ...]] = {}
-    made: dict[int, list[Op]] = {}
-    overlapped: list[MatmulSite] = []
-    slots: dict[str, str] = {}
-    for found in analysis.found:
-        at = found.collective
-        number = program.ops[at].site
-        site = sites.get(number) if number is not None else None
-        row = row_of(site.strategy, site.protocol) if site is not None else None
-        if site is None or row is None:
-            continue
-        if row.whole:
-            made[at], raised = write_whole(values, names, values.collectives[at], row, number)
-        else:
-            assert found.site is not None, "a collective alone is never cut"
-            blocks[at] = found.site.ops
-            overlapped.append(found.site)
-            count = site.chunks or 0
-            made[at], raised = write(values, names, found.site, row, count, number, gpu)
-        slots |= raised
-    placed = in_blocks(without_moves(analysis.before, overlapped), blocks)
-    assert placed is not None, "find_sites lets no sites pass that depend on one another"
-    ops: list[Op] = []
-    for block in placed:
-        new = next((made[i] for i in block if i in made), None)
-        ops += new if new is not None else [program.ops[i] for i in block]
-    listed = tuple(sites[site.id] for site in program.sites)
-    return program.replace(ops=lifted(ops, slots), sites=listed, tables=tuple(names.tables))

@@ -2,9 +2,9 @@
 
 An op depends on an earlier one where both touch the same bytes and one writes, on any rank that
 runs the Program. `Alloc` stays before, and `Free` after, every access of the buffer; `HostSync`
-stays where it is. So does all communication with ranks of other Programs, and that of one rank's
-own Program: those lists are not ours to permute. Edges that a chain of others implies may be
-missing; `Record` and `Wait` count for nothing.
+stays where it is. So does all communication of a Program that has teams with ranks of others, and
+that of one rank's own: those lists are not ours to permute. Edges that a chain of others implies
+may be missing; `Record` and `Wait` count for nothing.
 
     >>> dependencies(program)[7]        # the ops that op 7 must follow, as list indices
     (3, 5)
@@ -26,15 +26,15 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice, pairwise
 
+from interlace.errors import PassError
 from interlace.ir import (
     KINDS,
     Access,
     Buffer,
     Collective,
-    Index,
     Op,
     Others,
     Program,
@@ -42,7 +42,7 @@ from interlace.ir import (
 )
 from interlace.ir.ops import SignalLevel
 from interlace.ir.overlap import Overlaps, Touched, ViewExtent, touched_by
-from interlace.ir.sizes import Int
+from interlace.ir.sizes import greatest, least
 
 Before = tuple[tuple[int, ...], ...]
 Edges = list[set[int]]
@@ -53,23 +53,42 @@ def dependencies(program: Program, listed: bool = True, touched: Touched | None 
 
     With `listed`, also those that need only stand before it in the list: they keep the ranks in
     step (an Expect after the Notify of its value), but no stream need wait for them. `touched` are
-    the accesses of the ops, where the caller has them.
+    the accesses of the ops, where the caller has them. Raises PassError for what strategies never
+    write: one-sided ops and signals of ranks by number.
     """
     edges: Edges = [set() for _ in program.ops]
     touched = touched or touched_by(program)
+    _refuse_by_hand(program, touched)
     overlaps = Overlaps(program, touched)
     _data_edges(program, overlaps, touched, edges)
     _storage_edges(overlaps, touched, edges)
     order: Edges = edges if listed else [set() for _ in program.ops]  # in the list alone
     _lifetime_edges(program, touched, edges, order)
-    frozen = is_frozen(program)
-    _signal_edges(program, overlaps, touched, edges, order, frozen)
-    if frozen:
+    _signal_edges(program, overlaps, touched, edges, order)
+    if is_frozen(program):
         held = symmetric_buffers(program)
-        met = [i for i, op in enumerate(program.ops) if meets_peers(op, held)]
+        met = [
+            i
+            for i, (op, (reads, writes)) in enumerate(zip(program.ops, touched, strict=True))
+            if meets_peers(op, held) or any(a.view.buffer in held for a in (*reads, *writes))
+        ]
+        kept = edges if held else order
         for one, other in pairwise(met):
-            order[other].add(one)
+            kept[other].add(one)
     return tuple(tuple(sorted(earlier)) for earlier in edges)
+
+
+def _refuse_by_hand(program: Program, touched: Touched) -> None:
+    fix = "fix: leave such a Program as it is written"
+    for op, (reads, writes) in zip(program.ops, touched, strict=True):
+        ordering = op.ordering()
+        level = ordering.raises or ordering.expects
+        ends = (*reads, *writes) if level is None else (level,)
+        if any(isinstance(end.peer, int) for end in ends):
+            raise PassError(
+                f"{program.name}: {op} names a rank by number, and all ranks run one list: passes "
+                f"take peers at a distance from tp.rank. {fix}"
+            )
 
 
 def followers(before: Sequence[Iterable[int]]) -> Before:
@@ -113,13 +132,13 @@ _Live = defaultdict[object, list[tuple[ViewExtent, int]]]
 
 
 def _data_edges(program: Program, overlaps: Overlaps, touched: Touched, edges: Edges) -> None:
-    owner = _Owners(program, touched)
+    sizes = {team.name: team.size for team in program.teams}
     written, read = _Live(list), _Live(list)
     last_sync, since_sync = -1, list[int]()
     for index, op in enumerate(program.ops):
         mine = edges[index]
         reads, writes = [
-            [(owner(access), overlaps.extent(access.view)) for access in accesses]
+            [(_owner(access, sizes), overlaps.extent(access.view)) for access in accesses]
             for accesses in touched[index]
         ]
         for where, extent in reads:
@@ -141,84 +160,58 @@ def _data_edges(program: Program, overlaps: Overlaps, touched: Touched, edges: E
         mine.discard(index)
 
 
-class _Owners:
-    """Whose memory an access touches: this rank's own, or a certain peer's copy of a buffer."""
-
-    def __init__(self, program: Program, touched: Touched) -> None:
-        self.sizes = {team.name: team.size for team in program.teams}
-        self.shared = {
-            access.view.buffer
-            for both in touched
-            for accesses in both
-            for access in accesses
-            if isinstance(access.peer, int)
-        }
-        """Buffers of which `peer=<int>` is some rank's own copy, and a peer's for the others."""
-
-    def __call__(self, access: Access) -> object:
-        name, peer = access.view.buffer, access.peer
-        if not isinstance(peer, RankIndex) or name in self.shared:
-            return name
-        offset = peer.offset % self.sizes[peer.team]
-        return (name, offset) if offset else name
+def _owner(access: Access, sizes: Mapping[str, int]) -> object:
+    """Whose memory an access touches: this rank's own, or a peer's copy of a buffer."""
+    name, peer = access.view.buffer, access.peer
+    offset = peer.offset % sizes[peer.team] if isinstance(peer, RankIndex) else 0
+    return (name, offset) if offset else name
 
 
 # storage
 
 
 @dataclass(slots=True)
-class _Holder:
-    """A buffer that shares bytes with others: it holds them for a while, then another does."""
+class _Held:
+    """Bytes of a storage that an op has touched, as far as no later write took them over."""
 
-    start: Int
-    stop: Int
-    since: int = -1
-    """The op that last took the bytes over,"""
-    after: set[int] = field(default_factory=set[int])
-    """what that must follow,"""
-    ops: set[int] = field(default_factory=set[int])
-    """the uses since then,"""
-    ends: set[int] = field(default_factory=set[int])
-    """and those of them that no other follows."""
-    last: int = -1
+    index: int
+    name: str
+    write: bool
+    start: int
+    stop: int
 
 
 def _storage_edges(overlaps: Overlaps, touched: Touched, edges: Edges) -> None:
-    """A buffer takes bytes over after all uses of those that held them before."""
-    shared = {
-        name for name, b in overlaps.buffers.items() if b.kind == "local" and b.storage is not None
-    }
-    if not shared:
-        return
-    tenants: dict[str, dict[str, _Holder]] = {}  # by storage: who may still hold bytes of it
-    known: dict[str, _Holder] = {}
-    for index, (reads, writes) in enumerate(touched):
-        for name in sorted(shared.intersection(a.view.buffer for a in (*reads, *writes))):
-            buffer = overlaps.buffers[name]
-            assert buffer.storage is not None
-            mine = known.get(name)
-            if mine is None:
-                size = overlaps.size(buffer)
-                mine = known[name] = _Holder(buffer.offset, buffer.offset + size)
-            holders = tenants.setdefault(buffer.storage, {})
-            rivals = [
-                (other, tenant)
-                for other, tenant in holders.items()
-                if tenant is not mine and tenant.start < mine.stop and mine.start < tenant.stop
-            ]
-            if any(tenant.last > mine.since for _, tenant in rivals):
-                mine.since, mine.ops = index, set()
-                mine.after = {end for _, tenant in rivals for end in tenant.ends} - {index}
-                for other, tenant in rivals:
-                    if mine.start <= tenant.start and tenant.stop <= mine.stop:
-                        del holders[other]
-            holders[name] = mine
-            if edges[index].isdisjoint(mine.ops):  # else an earlier use has seen to it
-                edges[index] |= mine.after
-            mine.ops.add(index)
-            mine.ends -= edges[index]
-            mine.ends.add(index)
-            mine.last = index
+    """An access follows those of other buffers that lie in its bytes, if one of both writes."""
+    shared = {n: b for n, b in overlaps.buffers.items() if b.kind == "local" and b.storage}
+    held: defaultdict[str | None, list[_Held]] = defaultdict(list)
+    for index, (reads, writes) in enumerate(touched if shared else ()):
+        for write, accesses in ((False, reads), (True, writes)):
+            for access in accesses:
+                buffer = shared.get(access.view.buffer)
+                if buffer is None:
+                    continue
+                extent, others = overlaps.extent(access.view), held[buffer.storage]
+                start, stop = least(extent.start), greatest(extent.stop)
+                start, stop = buffer.offset + start, buffer.offset + stop
+                inner = greatest(extent.full_start), least(extent.full_stop)
+                for other in others:
+                    meets = other.start < stop and start < other.stop
+                    if meets and other.name != buffer.name and (write or other.write):
+                        edges[index].add(other.index)
+                        if write:
+                            _take_over(other, *(buffer.offset + end for end in inner))
+                others[:] = [other for other in others if other.start < other.stop]
+                others.append(_Held(index, buffer.name, write, start, stop))
+        edges[index].discard(index)
+
+
+def _take_over(other: _Held, start: int, stop: int) -> None:
+    """Cuts off bytes at either end."""
+    if start <= other.start < stop:
+        other.start = stop
+    elif start < other.stop <= stop:
+        other.stop = start
 
 
 # lifetimes
@@ -271,8 +264,8 @@ class _Use:
 
     op: int
     write: bool
-    offset: int | None
-    """Distance of the copy's rank; None for a fixed rank."""
+    offset: int
+    """Distance of the copy's rank."""
     extent: ViewExtent
 
 
@@ -296,7 +289,6 @@ def _signal_edges(
     touched: Touched,
     edges: Edges,
     listed: Edges,
-    frozen: bool,
 ) -> None:
     """Adds what signals and one-sided accesses must follow: Note [Signals publish]."""
     teams = _teams(program, overlaps, touched)
@@ -304,13 +296,6 @@ def _signal_edges(
     for name, team in teams.items():
         for signal in dict.fromkeys((*team.notifies, *team.expects)):
             _match(name, team, signal, edges, listed)
-    if frozen:  # other Programs share the signals
-        used = {use.op for team in teams.values() for uses in team.uses.values() for use in uses}
-        levels = (
-            level for t in teams.values() for level in (*t.notifies.values(), *t.expects.values())
-        )
-        _keep(program, sorted(used), sorted({i for each in levels for i, _ in each}), edges)
-        return
     for name, team in teams.items():
         for uses in team.uses.values():
             if all(use.offset == 0 for use in uses):
@@ -340,19 +325,15 @@ def _teams(program: Program, overlaps: Overlaps, touched: Touched) -> dict[str, 
             for access in accesses:
                 buffer = shared.get(access.view.buffer)
                 if buffer is not None and buffer.team is not None:
-                    team = teams[buffer.team]
-                    offset = 0 if access.peer is None else _offset(access.peer, team.size)
+                    team, peer = teams[buffer.team], access.peer
+                    offset = peer.offset % team.size if isinstance(peer, RankIndex) else 0
                     use = _Use(index, write, offset, overlaps.extent(access.view))
                     team.uses[buffer.name].append(use)
     return teams
 
 
-def _offset(peer: Index, size: int) -> int | None:
-    return peer.offset % size if isinstance(peer, RankIndex) else None
-
-
 def _distances(level: SignalLevel, team: str, size: int) -> frozenset[int]:
-    """Distances of a signal's peers; every distance for a fixed rank."""
+    """Distances of a signal's peers; every distance for a rank of another team."""
     if isinstance(level.peer, RankIndex) and level.peer.team == team:
         return frozenset((level.peer.offset % size,))
     return frozenset(range(1 if isinstance(level.peer, Others) else 0, size))
@@ -361,40 +342,23 @@ def _distances(level: SignalLevel, team: str, size: int) -> frozenset[int]:
 def _match(name: str, team: _Team, signal: str, edges: Edges, listed: Edges) -> None:
     """Every Expect after the Notify of its value, Notifies in the order of their values, and an
     Expect after the nearest one listed of a lower value."""
-    raised: defaultdict[int, list[tuple[int, int, bool]]] = defaultdict(list)
-    """Notifies at each distance: (value, op, by all alike)."""
+    raised: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    """Notifies at each distance: (value, op)."""
     for index, level in team.notifies[signal]:
         for distance in _distances(level, name, team.size):
-            edges[index].update(op for _, op, _ in raised[distance][-1:])
-            raised[distance].append((level.value, index, not isinstance(level.peer, int)))
+            edges[index].update(op for _, op in raised[distance][-1:])
+            raised[distance].append((level.value, index))
     awaited: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # the same: (value, op)
     for index, level in team.expects[signal]:
         for distance in _distances(level, name, team.size):
             lower = (op for value, op in reversed(awaited[distance]) if value < level.value)
             listed[index].update(islice(lower, 1))
             awaited[distance].append((level.value, index))
-            early = [item for item in raised[-distance % team.size] if item[1] < index]
-            enough = next((item for item in early if item[0] >= level.value), None)
-            if isinstance(level.peer, int):  # some rank's own, at any distance: the last of all
-                listed[index].update(other for _, other, _ in early[-1:])
-            elif enough is not None:
-                _, notify, alike = enough
+            enough = (op for value, op in raised[-distance % team.size] if value >= level.value)
+            notify = next(enough, index)
+            if notify < index:
                 listed[index].add(notify)
-                if alike:
-                    team.proofs[-distance % team.size].append((index, notify))
-
-
-def _keep(program: Program, uses: Sequence[int], meetings: Sequence[int], edges: Edges) -> None:
-    """Every meeting after the uses that it may publish, and before those that it may admit, as it
-    is listed."""
-    for index in meetings if uses else ():
-        ordering = program.ops[index].ordering()
-        if ordering.expects is None:
-            edges[index].update(used for used in uses if used < index)
-        if ordering.raises is None:
-            for used in uses:
-                if used > index:
-                    edges[used].add(index)
+                team.proofs[-distance % team.size].append((index, notify))
 
 
 def _order(
@@ -407,26 +371,25 @@ def _order(
     meetings: Sequence[int],
 ) -> None:
     """Keeps what orders two accesses that may touch the same bytes on different ranks."""
-    if x.offset is not None and y.offset is not None:
-        distance = (x.offset - y.offset) % team.size
-        if distance == 0 or not x.extent.meets_at(y.extent, name, distance):
-            return
-        ops, later = program.ops, program.ops[y.op]
-        proofs = [
-            (
-                ops[expect].stream == later.stream,
-                later.site is not None and ops[expect].site == later.site,
-                expect,
-                notify,
-            )
-            for expect, notify in team.proofs[distance]
-            if x.op < notify and expect < y.op
-        ]
-        if proofs:
-            *_, expect, notify = max(proofs)
-            edges[notify].add(x.op)
-            edges[y.op].add(expect)
-            return
+    distance = (x.offset - y.offset) % team.size
+    if distance == 0 or not x.extent.meets_at(y.extent, name, distance):
+        return
+    ops, later = program.ops, program.ops[y.op]
+    proofs = [
+        (
+            ops[expect].stream == later.stream,
+            later.site is not None and ops[expect].site == later.site,
+            expect,
+            notify,
+        )
+        for expect, notify in team.proofs[distance]
+        if x.op < notify and expect < y.op
+    ]
+    if proofs:
+        *_, expect, notify = max(proofs)
+        edges[notify].add(x.op)
+        edges[y.op].add(expect)
+        return
     between = _between(team.meetings, x.op, y.op)
     if not any(orders_all(program, program.ops[index]) for index in between):
         between = _between(meetings, x.op, y.op)

@@ -52,22 +52,28 @@ class Fuse:
 
     def run(self, program: Program) -> Program:
         """The Program with the chunks of its fused sites brought together."""
-        reasons: dict[int, str] = {}
-        for members in reversed(groups(program)):
-            site = program.ops[members[0]].site
-            assert site is not None
-            try:
-                program = program.replace(ops=tuple(_Joining(program.ops, members).joined()))
-            except _Apart as reason:
-                reasons[site] = str(reason)
-        return _with_reasons(_with_kernels(program), reasons)
+        program, reasons = joined(program)
+        return with_reasons(_with_kernels(program), reasons)
 
 
 class _Apart(Exception):
     """The chunks cannot be brought together, and why."""
 
 
-def _with_reasons(program: Program, reasons: dict[int, str]) -> Program:
+def joined(program: Program) -> tuple[Program, dict[int, str]]:
+    """The Program with chunks brought together, and why those of other sites are not."""
+    reasons: dict[int, str] = {}
+    for members in reversed(groups(program)):
+        site = program.ops[members[0]].site
+        assert site is not None
+        try:
+            program = program.replace(ops=tuple(_Joining(program.ops, members).joined()))
+        except _Apart as reason:
+            reasons[site] = str(reason)
+    return program, reasons
+
+
+def with_reasons(program: Program, reasons: dict[int, str]) -> Program:
     """The Program whose sites say why they are not fused, and its remarks where some are not."""
     fused = {op.site for op in program.ops if isinstance(op, Fused)}
     sites = tuple(

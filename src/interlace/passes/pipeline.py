@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 from interlace.cost import Machine
@@ -33,7 +33,6 @@ from interlace.passes.place_resharding import PlaceResharding
 from interlace.passes.plan_memory import PlanMemory
 from interlace.passes.schedule import Schedule
 from interlace.passes.strategies.choose import Chooser
-from interlace.passes.strategies.reconsider import reconsidered
 from interlace.passes.take_turns import TakeTurns
 from interlace.strategies import rows_of
 from interlace.verify import check as prove
@@ -132,21 +131,21 @@ def lowering(
 ) -> tuple[Pass, ...]:
     """The passes that lower a serial Program with these options; `protocol` and `chunks` are those
     of `decompose`."""
-    decompose = Decompose(machine=machine, strategy="serial")
-    if options.overlap:
-        how = {"strategy": options.strategy, "protocol": protocol, "chunks": chunks}
-        decompose = dataclasses.replace(decompose, **how)
-    found: list[Pass] = [FindSites(), decompose]
-    if options.overlap:
-        found.insert(1, PlaceResharding(position=options.resharding))
+    later: tuple[Pass, ...] = ()
     if options.regions == "inductor":  # eager ones gain nothing
-        found += [Accumulate(), FormRegions()]
+        later = Accumulate(), FormRegions()
     if not options.overlap:
-        return *found, PlanMemory(), InsertSync()
-    found += [Schedule(), PlanMemory(), InsertSync(), TakeTurns()]
-    if options.strategy == "auto" or any(row.fuses for row in rows_of(options.strategy)):
-        found.append(Fuse())
-    return tuple(found)
+        serial = Decompose(machine=machine, strategy="serial")
+        return FindSites(), serial, *later, PlanMemory(), InsertSync()
+    later = *later, Schedule(), PlanMemory(), InsertSync(), TakeTurns()
+    auto, amid = options.strategy == "auto", tuple[str, ...]()
+    if auto and machine is not None and machine.device != "cpu":
+        copies = options.transport in ("auto", "peer") and "peer" in dict(machine.links)
+        amid = ("copies", "serial") if copies else ("serial",)
+    decompose = Decompose(options.strategy, protocol, chunks, None, machine, amid, later)
+    found = FindSites(), PlaceResharding(position=options.resharding), decompose, *later
+    fuses = auto or any(row.fuses for row in rows_of(options.strategy))
+    return (*found, Fuse()) if fuses else found
 
 
 @no_collections()
@@ -163,28 +162,20 @@ def lower(
 
     Where messages, signals or one-sided copies are written by hand, the streams that they are on
     may be what keeps ranks from waiting for each other, or an order what nothing else shows. So
-    such a Program is proved once more, and left as it is where passes would make it unsound.
+    such a Program is left as it is.
     """
-    passes = lowering(options, machine, protocol, chunks)
-    seen: list[Program] = []
-    made = run_pipeline(program, passes, on_pass=lambda _, after: seen.append(after))
+    orders = [op.ordering() for op in program.ops]
+    by_hand = any(op.one_sided for op in program.ops)
+    if by_hand or any(order.messages or order.raises or order.expects for order in orders):
+        text = "left as written: it has messages, signals or one-sided copies by hand"
+        return program.remarked([Remark("lower", text)])
+    made = run_pipeline(program, lowering(options, machine, protocol, chunks))
     pinned = {n: v for n, v in made.sizes.pinned.items() if n not in program.sizes.pinned}
     if pinned:
         # Sites are followed, and proofs found, by numbers where they were not by names. One at a
         # time: where the smallest, such as a batch, is a number, others need not be pinned.
         _, name = min((value, name) for name, value in pinned.items())
         return lower(program.pin([name]), options, machine, protocol, chunks)
-    if options.overlap and options.strategy == "auto" and machine and machine.device != "cpu":
-        copies = options.transport in ("auto", "peer") and "peer" in dict(machine.links)
-        at = _place(passes)
-        done = {site.id for site in program.sites if site.strategy != "serial"}
-        later = passes[at + 1 :]
-        made = reconsidered(seen[at - 1], seen[at], made, later, machine, done, copies)
-    orders = [op.ordering() for op in program.ops]
-    by_hand = any(op.one_sided for op in program.ops)
-    if by_hand or any(order.messages or order.raises or order.expects for order in orders):
-        if not prove(made).sound and prove(program).sound:
-            return program.remarked([Remark("lower", "left as written: it would be unsound")])
     return made
 
 
@@ -193,19 +184,14 @@ def candidates(
 ) -> dict[int, tuple[Estimate, ...]]:
     """The estimates of each site that can be overlapped, serial first; of a Program with named
     sizes for the values in its head."""
-    passes = lowering(options, machine)
-    marked = run_pipeline(program.at(program.sizes.values), passes[: _place(passes)])
+    passes = FindSites(), PlaceResharding(position=options.resharding)
+    marked = run_pipeline(program.at(program.sizes.values), passes)
     analysis, chooser = Analysis.of(marked), Chooser(machine, 0)
     return {
         number: chooser.candidates(analysis.values, item.site)
         for item in analysis.found
         if (number := marked.ops[item.collective].site) is not None and item.site is not None
     }
-
-
-def _place(passes: Sequence[Pass]) -> int:
-    """Number of passes in front of `decompose`."""
-    return next(i for i, item in enumerate(passes) if isinstance(item, Decompose))
 
 
 def spell(item: Pass) -> str:

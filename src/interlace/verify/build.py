@@ -52,13 +52,13 @@ class GraphBuilder:
     ) -> None:
         self.regions, self.turns = regions, turns
         self.everywhere = {place.rank: place for place in places_of(sources)}
-        among = self.everywhere if turns is None else turns.among
-        self.places = [self.everywhere[r] for r in (among if turns is None else turns.visited)]
+        self.places = [
+            self.everywhere[r] for r in (self.everywhere if turns is None else turns.visited)
+        ]
         self.ranks = {place.rank for place in self.places}
-        self.meetings = Meetings[IssuedOp](among=None if turns is None else frozenset(among))
+        self.meetings = Meetings[IssuedOp]()
         chains, num_chains = dict[int, range](), 0
-        for rank in among:
-            place = self.everywhere[rank]
+        for rank, place in self.everywhere.items():
             place.chain, end = num_chains, num_chains + len(place.source.streams)
             chains[rank] = range(num_chains, end)
             num_chains = end

@@ -7,6 +7,7 @@ True
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -20,11 +21,11 @@ from interlace.ir.types import Others
 from interlace.ir.validate import validate
 from interlace.verify.build import GraphBuilder
 from interlace.verify.deadlock import deadlocks, launch_order
-from interlace.verify.fold import certified
+from interlace.verify.fold import FoldedSweep, Unfit, refuse
 from interlace.verify.in_place import in_place
 from interlace.verify.matching import mismatches
 from interlace.verify.regions import Regions
-from interlace.verify.report import MAX_FINDINGS, Report
+from interlace.verify.report import MAX_FINDINGS, Finding, Report
 from interlace.verify.source import LoweredProgram, lower, takes_blocks
 from interlace.verify.sweep import MAX_REPEATS, AccessFault, Sweep
 from interlace.verify.turns import Turns
@@ -105,36 +106,21 @@ def _check(together: Sequence[Program], in_order: bool, fold: bool) -> Report:
     began = time.perf_counter()
     regions = Regions()
     sources = [lower(program, regions, in_order, k) for k, program in enumerate(together)]
-    turns = Turns.of(sources) if fold else None
+    num_ops = sum(len(source.items) * len(source.ranks) for source in sources)
+    turns = Turns.of(sources) if fold and not takes_blocks(sources) else None
     if turns is not None:
         _refuse_too_many(sources, {*turns.visited})
-    if turns is not None and certified(sources, regions, turns):
-        num_ops = sum(len(source.items) * len(source.ranks) for source in sources)
-        seconds = time.perf_counter() - began
-        told = turns.told()
-        return Report((), num_ops, len(turns.first), seconds, symmetry=told, in_order=in_order)
+        with contextlib.suppress(Unfit):
+            builder = GraphBuilder(sources, regions, turns)
+            if not _findings(sources, builder, FoldedSweep(builder), refuse):
+                seconds, told = time.perf_counter() - began, turns.told()
+                ranks = len(turns.first)
+                return Report((), num_ops, ranks, seconds, symmetry=told, in_order=in_order)
     _refuse_too_many(sources, {rank for source in sources for rank in source.ranks})
     builder = GraphBuilder(sources, regions)
-    builder.build()
     sweep = Sweep(builder)
-    sweep.run()
-
-    explain = cache(partial(_explainer, sources))
-    first_places = {place.source: place for place in reversed(builder.places)}
-    findings = [
-        explain().flaw(first_places[source], flaw)
-        for source in sources
-        if source in first_places
-        for flaw in source.flaws
-    ]
-    findings += in_place(builder.places, regions, explain)
-    if takes_blocks(sources):
-        from interlace.verify.scales import scales  # which few Programs need
-
-        findings += scales(builder, sweep, explain)
-    findings += mismatches(builder, explain)
-    findings += deadlocks(builder, explain)
-    findings += launch_order(builder, explain)
+    explain = cache(partial(_explainer, sources, partial(_check, fold=fold, in_order=in_order)))
+    findings = _findings(sources, builder, sweep, explain)
     faults = _reported(sweep)
     listed = _of_every_kind(faults, lambda same: same[0].kind)
     findings += [explain().faults(same) for same in listed]
@@ -143,25 +129,49 @@ def _check(together: Sequence[Program], in_order: bool, fold: bool) -> Report:
     findings.sort(key=lambda found: (found.level == "remark", FIRST.get(found.kind, len(FIRST))))
     report = Report(
         tuple(findings),
-        sum(len(place.source.items) for place in builder.places),
+        num_ops,
         len(builder.places),
         time.perf_counter() - began,
         left_out,
         in_order=in_order,
     )
-    if report.sound:
-        return report
-    from interlace.verify.fixes import with_fixes
-
-    again = partial(_check, in_order=in_order, fold=fold)
-    return with_fixes(report, together, again)
+    if not report.sound:
+        explain().fixes.complete(report)
+    return report
 
 
-def _explainer(sources: Sequence[LoweredProgram]) -> Explainer:
+def _findings(
+    sources: Sequence[LoweredProgram],
+    builder: GraphBuilder,
+    sweep: Sweep,
+    explain: Callable[[], Explainer],
+) -> list[Finding]:
+    """All findings but those of the sweep, which is run."""
+    builder.build()
+    sweep.run()
+    first_places = {place.source: place for place in reversed(builder.places)}
+    findings = [
+        explain().flaw(first_places[source], flaw)
+        for source in sources
+        if source in first_places
+        for flaw in source.flaws
+    ]
+    findings += in_place([*builder.everywhere.values()], builder.regions, explain, builder.ranks)
+    if takes_blocks(sources):
+        from interlace.verify.scales import scales  # which few Programs need
+
+        findings += scales(builder, sweep, explain)
+    findings += mismatches(builder, explain)
+    findings += deadlocks(builder, explain)
+    findings += launch_order(builder, explain)
+    return findings
+
+
+def _explainer(sources: Sequence[LoweredProgram], again: Callable[..., Report]) -> Explainer:
     """The words for findings: most checks need none."""
     from interlace.verify.explain import Explainer
 
-    return Explainer(sources)
+    return Explainer(sources, again)
 
 
 def _refuse_too_many(sources: Sequence[LoweredProgram], visited: Collection[int]) -> None:

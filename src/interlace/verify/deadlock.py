@@ -6,7 +6,7 @@ interleaving. Those behind them are not reported; the ones that hold everything 
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from interlace.verify.explain import Explainer
 
 MAX_CYCLES = 4
-SEARCH_BUDGET = 50_000
-"""Nodes passed in search of short cycles; but one cycle is sought, however many they are."""
 
 
 class CycleLink(NamedTuple):
@@ -79,68 +77,21 @@ def _cycles(graph: HappensBefore, stuck: set[int], explainer: Explainer) -> list
 
 
 def _circles(graph: HappensBefore, stuck: set[int]) -> Iterator[list[CycleLink]]:
-    """A short cycle where following what a node waits for leads to one: so of each knot that holds
-    up others, and waits for none. It is the shortest through some of its nodes."""
-    budget, step = SEARCH_BUDGET, dict[int, int]()
+    """A cycle for each knot of nodes that holds up others, and waits for none: the one that the
+    last edges of its nodes make, which lead to peers where any do."""
+    step = dict[int, int]()
     for start in sorted(stuck):
         node, first = start, len(step)
         while node not in step and node >= 0:
             step[node] = len(step)
-            node = next((before for before in graph.awaited(node) if before in stuck), -1)
+            awaited = graph.awaited(node)
+            if graph.part[node] is not None:
+                awaited = awaited[::-1]
+            node = next((one for one in awaited if one in stuck), -1)
         if node < 0 or step[node] < first:
             continue  # something that never comes, or an earlier cycle
-        if budget <= 0:
-            return
-        starts = [one for one in [*step][step[node] :] if graph.part[one] is not None]
-        starts = starts[: max(1, budget // len(stuck))]
-        budget -= len(starts) * len(stuck)
-        yield _joined(min((_cycle_through(graph, n, stuck) for n in starts), key=_num_crossings))
-
-
-def _cycle_through(graph: HappensBefore, start: int, inside: set[int]) -> list[CycleLink]:
-    """A cycle through a node with the fewest links from one stream to another."""
-    came_from: dict[int, tuple[int, CycleLink | None]] = {}
-    queue = deque[tuple[int, int, CycleLink | None]]([(start, start, None)])
-    while queue:
-        node, back, link = queue.popleft()
-        if node == start and link is not None:
-            path = [link]
-            while back != start:
-                back, link = came_from[back]
-                assert link is not None
-                path.append(link)
-            return path[::-1]
-        if node in came_from:
-            continue
-        came_from[node] = back, link
-        for other, step in _links(graph, node, inside):
-            if step.by_stream:
-                queue.appendleft((other, node, step))
-            else:
-                queue.append((other, node, step))
-    raise AssertionError("no cycle leads through the node")
-
-
-def _num_crossings(steps: list[CycleLink]) -> int:
-    return sum(not step.by_stream for step in steps)
-
-
-def _links(graph: HappensBefore, node: int, inside: set[int]) -> Iterator[tuple[int, CycleLink]]:
-    """Yields each node that a node waits for, with the link; for a meeting, those who meet."""
-    part = graph.part[node]
-    assert part is not None
-    for before in set(graph.awaited(node)):
-        if before not in inside:
-            continue
-        other = graph.part[before]
-        if other is not None:
-            yield before, CycleLink(part, other)
-            continue
-        for begin in graph.awaited(before):
-            member = graph.part[begin]
-            if begin in inside and member is not None:
-                if part[1].ordering.takes or member[0] is not part[0]:
-                    yield begin, CycleLink(part, member)
+        parts = [part for one in [*step][step[node] :] if (part := graph.part[one]) is not None]
+        yield _joined([CycleLink(*pair) for pair in pairwise([*parts, parts[0]])])
 
 
 def _joined(steps: list[CycleLink]) -> list[CycleLink]:
@@ -186,7 +137,10 @@ def launch_order(builder: GraphBuilder, explain: Callable[[], Explainer]) -> lis
     would wait for each other: NCCL does so with those of a team; kernels of two teams may hold
     what the other needs.
     """
-    steps = next(_circles(*launched_in_a_circle(builder)), list[CycleLink]())
+    graph, stuck = launched_in_a_circle(builder)
+    if not stuck:
+        return []
+    explainer, steps = explain(), next(_circles(graph, stuck), list[CycleLink]())
     launched = [step.other for step in steps if step.part[0] is step.other[0]]
     if not launched:
         return []
@@ -196,7 +150,7 @@ def launch_order(builder: GraphBuilder, explain: Callable[[], Explainer]) -> lis
             "collectives and messages on streams that may run at once wait for each other if "
             "each rank runs its own one after another, as they are listed: NCCL does so with "
             "those of one team, and those of two teams may need the same multiprocessors",
-            tuple(explain().ref(place, item, "is launched first") for place, item in launched),
+            tuple(explainer.ref(place, item, "is launched first") for place, item in launched),
             "launch them in one order on all ranks, put messages that belong together into one "
             'group, or name the backend that runs them (backend="peer")',
             "remark",

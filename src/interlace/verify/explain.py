@@ -6,12 +6,12 @@ Lines are those of the file, for a Program that was parsed from one; else those 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 
 from interlace.ir.ops import Loc
 from interlace.ir.sizes import at_hand
 from interlace.ir.text.printer import print_op
-from interlace.verify.fixes import Fixes, line_numbers
+from interlace.verify.fixes import Check, Fixes, line_numbers
 from interlace.verify.graph import RankPlace
 from interlace.verify.report import Finding, OpRef
 from interlace.verify.source import Flaw, Item, LoweredProgram
@@ -25,8 +25,8 @@ NEIGHBOURS = 2
 class Explainer:
     """Findings from faults."""
 
-    def __init__(self, sources: Sequence[LoweredProgram]) -> None:
-        self.fixes = Fixes(sources)
+    def __init__(self, sources: Sequence[LoweredProgram], again: Check) -> None:
+        self.fixes = Fixes(sources, again)
         self._lines: dict[int, list[int]] = {}
         self._texts: dict[tuple[int, int], str] = {}
 
@@ -109,7 +109,7 @@ class Explainer:
             pairs = [(two, one) for one, two in pairs]
             first, second = pairs[0]
         ops = (self.access(first), self.access(second))
-        name, propose = second.content.name, None
+        name, proved = second.content.name, None
         match kind:
             case "use-after-free":
                 message = f"{name} is used after it was freed"
@@ -120,8 +120,8 @@ class Explainer:
             case _:
                 message = _race_message(first, second, ops)
                 fix = _race_advice(first, second, ops)
-                propose = partial(self.fixes.race, pairs)
-        return Finding(kind, message, ops, fix, "error", ranks, propose)
+                proved = cache(partial(self.fixes.prove, pairs))
+        return Finding(kind, message, ops, fix, "error", ranks, proved)
 
     def _unwritten(self, kind: str, entry: ByteAccess, ranks: tuple[int, ...]) -> Finding:
         op, name = self.access(entry), entry.content.name

@@ -13,8 +13,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from dataclasses import replace
+from functools import cached_property
 
 from interlace.errors import InterlaceError
 from interlace.ir.ops import Expect, Notify, Op, Record, Wait
@@ -70,11 +70,54 @@ class Draft:
         return ", ".join(self._said)
 
 
-class Fixes:
-    """Drafts that fix races of one set of Programs."""
+Check = Callable[..., Report]
+"""Checks Programs as those of a Report were checked."""
 
-    def __init__(self, sources: Sequence[LoweredProgram]) -> None:
+
+class Fixes:
+    """Drafts that fix races of one set of Programs, each proved when it is read."""
+
+    def __init__(self, sources: Sequence[LoweredProgram], again: Check) -> None:
         self._programs = [source.program for source in sources]
+        self._again = again
+        self._provable: set[tuple[object, ...]] = set()
+        self._kinds = frozenset[str]()
+        self._num_errors = 0
+
+    def complete(self, report: Report) -> None:
+        """Notes what a fix has to make better, once everything is reported."""
+        self._num_errors, self._kinds = _num_errors(report), report.kinds()
+        most = 1 if report.num_left_out else MAX_PROOFS  # of a storm of faults each check is long
+        if report.num_ops <= MAX_OPS:
+            self._provable = {*map(_subject, report.findings[:most])}
+
+    def prove(
+        self, pairs: Sequence[tuple[ByteAccess, ByteAccess]], finding: Finding
+    ) -> tuple[str, tuple[Program, ...]]:
+        """The fix of a race in words and the Programs with it; else the finding's words."""
+        advice = finding.words, ()
+        draft = self.race(pairs) if _subject(finding) in self._provable else None
+        if draft is None:
+            return advice
+        changed = draft.programs()
+        try:
+            after = self._again(changed)
+            keeps_order = not self._ends_in_order or self._ends(changed)
+        except InterlaceError:
+            return advice
+        fewer = _num_errors(after) < self._num_errors
+        better = fewer and after.kinds() <= self._kinds and keeps_order
+        if not better or _subject(finding) in map(_subject, after.errors):
+            return advice
+        return draft.words(), changed
+
+    @cached_property
+    def _ends_in_order(self) -> bool:
+        """True if no deadlock occurs where each rank runs one op after another, as listed."""
+        return self._ends(self._programs)
+
+    def _ends(self, programs: Sequence[Program]) -> bool:
+        return "deadlock" not in self._again(programs, in_order=True).kinds()
 
     def name(self, letter: str) -> str:
         """A name that no event, signal or buffer of the set has."""
@@ -183,59 +226,6 @@ def line_numbers(program: Program) -> list[int]:
         if family == "op":
             firsts.setdefault(index, end)
     return [*(firsts[i] for i in range(len(program.ops))), end + (program.results is None)]
-
-
-# Proofs
-
-Check = Callable[..., Report]
-"""Checks Programs as those of a Report were checked."""
-
-
-def with_fixes(report: Report, programs: Sequence[Program], again: Check) -> Report:
-    """The Report with errors that prove their fix when it is read."""
-    prover = _Prover(tuple(programs), report, again)
-    findings = list(report.findings)
-    most = 1 if report.num_left_out else MAX_PROOFS  # of a storm of faults each check takes long
-    for i, one in enumerate(findings):
-        proved = None
-        if one.propose is not None and i < most and report.num_ops <= MAX_OPS:
-            proved = cache(partial(prover.prove, one, one.propose))
-        findings[i] = replace(one, propose=None, proved=proved)
-    return replace(report, findings=tuple(findings))
-
-
-@dataclass
-class _Prover:
-    programs: tuple[Program, ...]
-    report: Report
-    again: Check
-
-    def prove(
-        self, finding: Finding, propose: Callable[[], Draft | None]
-    ) -> tuple[str, tuple[Program, ...]]:
-        """The fix in words and the Programs with it, if it is one; else the finding's words."""
-        advice, draft = (finding.words, ()), propose()
-        if draft is None:
-            return advice
-        changed = draft.programs()
-        try:
-            after = self.again(changed)
-            keeps_order = not self.ends_in_order or self._ends_in_order(changed)
-        except InterlaceError:
-            return advice
-        fewer = _num_errors(after) < _num_errors(self.report)
-        better = fewer and after.kinds() <= self.report.kinds() and keeps_order
-        if not better or _subject(finding) in map(_subject, after.errors):
-            return advice
-        return draft.words(), changed
-
-    @cached_property
-    def ends_in_order(self) -> bool:
-        """True if no deadlock occurs where each rank runs one op after another, as listed."""
-        return self._ends_in_order(self.programs)
-
-    def _ends_in_order(self, programs: Sequence[Program]) -> bool:
-        return "deadlock" not in self.again(programs, in_order=True).kinds()
 
 
 def _num_errors(report: Report) -> int:

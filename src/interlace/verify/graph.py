@@ -36,7 +36,7 @@ Note [Edges from other ranks]
     A node stands for the same op on every rank that its rank stands for. What comes before it on
     another rank is the node of the rank that stands for that one, and the other rank: its clock
     there is the clock here with the chains renamed, as the map that carries the one rank to the
-    other renames the ranks (turns.py). A clock has a place for each rank of `Turns.among`.
+    other renames the ranks (turns.py).
 
 Note [A circle of nodes is a circle of ops]
     Follow a circle of nodes from an op: it leads to the same op on a rank that some map of finite

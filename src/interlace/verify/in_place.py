@@ -81,7 +81,7 @@ def in_place(
     places: Sequence[RankPlace],
     regions: Regions,
     explain: Callable[[], Explainer],
-    visited: Collection[int] | None = None,
+    visited: Collection[int],
 ) -> list[Finding]:
     """A finding of kind `in-place` for each op whose operands share bytes as they may not.
 
@@ -107,11 +107,11 @@ class _Finder:
         places: Sequence[RankPlace],
         explain: Callable[[], Explainer],
         regions: Regions,
-        visited: Collection[int] | None,
+        visited: Collection[int],
     ) -> None:
         self.source = source
         self.places = places
-        self.visited = [one for one in places if visited is None or one.rank in visited]
+        self.visited = [one for one in places if one.rank in visited]
         self.explain = explain
         self.regions = regions
         self.compiled = {region.name: region for region in source.program.regions}

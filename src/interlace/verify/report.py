@@ -13,14 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from interlace.errors import SoundnessError
 from interlace.ir.program import Program
 from interlace.ir.sizes import FIXED, SizeClass
-
-if TYPE_CHECKING:
-    from interlace.verify.fixes import Draft
 
 SCHEMA = 1
 """Version of the JSON that `Report.to_json` gives; it grows when a field changes its meaning."""
@@ -106,22 +103,21 @@ class Finding:
     """`error`, or `remark` for what is odd and harmless."""
     ranks: tuple[int, ...] = ()
     """The ranks on which the same ops make the same fault."""
-    propose: Callable[[], Draft | None] | None = field(default=None, compare=False, repr=False)
-    """Drafts a change that may fix it, until the report is complete."""
-    proved: Callable[[], tuple[str, tuple[Program, ...]]] | None = field(
+    proved: Callable[[Finding], tuple[str, tuple[Program, ...]]] | None = field(
         default=None, compare=False, repr=False
     )
-    """Proves that change, the first time that it is called: the fix in words, and its Programs."""
+    """Proves a change that may fix it, the first time that it is called: the fix in words, and its
+    Programs."""
 
     @property
     def fix(self) -> str:
         """The fix in words: changes after which a check found the fault gone, or else advice."""
-        return self.words if self.proved is None else self.proved()[0]
+        return self.words if self.proved is None else self.proved(self)[0]
 
     @property
     def fixed(self) -> tuple[Program, ...]:
         """The Programs with the changes that `fix` describes; none where it is advice."""
-        return () if self.proved is None else self.proved()[1]
+        return () if self.proved is None else self.proved(self)[1]
 
     def to_json(self) -> dict[str, Any]:
         """The finding as plain data."""
@@ -154,8 +150,6 @@ class Symmetry:
     """The ranks that stand for all."""
     folded: tuple[str, ...]
     """The teams of which one rank stands for all."""
-    few: tuple[str, ...] = ()
-    """Folded teams for which order was worked out between two ranks, and not between all."""
 
     def to_json(self) -> dict[str, Any]:
         """The symmetry as plain data."""

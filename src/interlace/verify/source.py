@@ -189,12 +189,6 @@ class _Lowering:
         self.spots: dict[tuple[int, View], Spot] = {}
         self.records: dict[str, int] = {}
         self.flaws: list[Flaw] = []
-        self.declares = {
-            buffer.name: (i, buffer)
-            for i, op in reversed(list(enumerate(program.ops)))
-            for buffer in op.declares()
-        }
-        self.ahead: dict[str, int] = {}  # declared, because used before its Alloc
 
     def run(self, number: int) -> LoweredProgram:
         program = self.program
@@ -278,38 +272,22 @@ class _Lowering:
             self.free(item, ordering.frees)
 
     def declare(self, buffer: Buffer, index: int) -> int:
-        version = self.ahead.pop(buffer.name, None)
-        if version is None:
-            version = len(self.versions)
-            spot = self.regions.spot(View(buffer.name), buffer, self.program.tables)
-            self.versions.append(Version(buffer, spot, index))
-        self.current[buffer.name] = version
+        version = self.current[buffer.name] = len(self.versions)
+        spot = self.regions.spot(View(buffer.name), buffer, self.program.tables)
+        self.versions.append(Version(buffer, spot, index))
         return version
 
     def version(self, item: Item, name: str) -> int:
-        """The version that a name means here; a name that is declared only later is a flaw."""
+        """The version that a name means here. Raises ProgramError where none is declared."""
         found = self.current.get(name)
         if found is not None:
             return found
         if name == RNG.buffer:
             return self.declare(Buffer(name, DType.u8, (1,), "input"), -1)
-        later = self.declares.get(name)
-        if later is None:
-            raise ProgramError(
-                f"{self.program.name}, op {item.index}: no buffer named {name!r}: declare "
-                f"it as a parameter, or allocate it before this line"
-            )
-        index, buffer = later
-        version = self.ahead[name] = self.declare(buffer, index)
-        self.flaw(
-            "use-before-alloc",
-            f"{name} is used before it is allocated",
-            [(item, f"uses {name}", name), (self.op_at(index), f"allocates {name}", name)],
-            "move line {} before line {}",
-            index,
-            item.index,
+        raise ProgramError(
+            f"{self.program.name}, op {item.index}: no buffer named {name!r} here: declare it as "
+            "a parameter, or allocate it before this line"
         )
-        return version
 
     def op_at(self, index: int) -> Item:
         return Item(index, self.program.ops[index])
@@ -353,9 +331,7 @@ class _Lowering:
     def free(self, item: Item, name: str) -> None:
         number = self.version(item, name)
         version = self.versions[number]
-        if version.buffer.kind != "input" and (
-            version.alloc < 0 or (version.free < 0 and item.index < version.alloc)
-        ):
+        if version.alloc < 0 and version.buffer.kind != "input":
             self.flaw(
                 "bad-free",
                 f"{name} is freed, and the Program did not allocate it",

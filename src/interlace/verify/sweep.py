@@ -342,10 +342,7 @@ class Sweep:
     def _check_life(self, life: BufferLife, entry: ByteAccess) -> None:
         graph, node, place = self.graph, entry.node, entry.place
         if life.alloc >= 0 and not graph.before(life.alloc, node):
-            if graph.clocks[life.alloc] is None:  # it never comes: the list alone has an order
-                early = entry.item.index < life.version.alloc
-            else:
-                early = graph.before(node, life.alloc)
+            early = graph.before(node, life.alloc)
             alloc = self._whole(life, life.alloc, place, life.version.alloc)
             self._fault("use-before-alloc" if early else "race", alloc, entry)
         if life.freed >= 0:

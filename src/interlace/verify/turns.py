@@ -4,15 +4,6 @@
     turns.first[1023], turns.folded        # (0, ("dp", "tp")): rank 0 stands for rank 1023
     turns.carry(9)[0]                      # 9: by the map that carries 0 there
 
-Note [Two ranks stand for any number]
-    Say that ranks of T meet in collectives without a root alone, that all ranks are in T, and that
-    each instance of another team has one place in T. Map the ranks of any two places d and e of T
-    to the places 0 and 1, and those of the other places to 1 as well: each edge becomes an edge,
-    since those from one place to another come from collectives, and so exist between any two. The
-    other way round, two places with what is between them are a part of the whole. So an op of
-    place d comes before one of place e exactly if so it is in a world with two places, and
-    something waits in a circle exactly if it does there.
-
 Note [Turning views]
     Where ranks of a team stand for each other, each works in other bytes: rank 0 in `full[0]`, rank
     1 in `full[1]`. Rank 1's memory is rank 0's with the chunks renamed, if every view of the buffer
@@ -28,14 +19,14 @@ Note [Turning views]
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
 from interlace.ir.ops import MessageEnd, SignalLevel
 from interlace.ir.program import Program
-from interlace.ir.symmetry import Actor, Map, Members, Turn, counted_from, standing, turns_of
+from interlace.ir.symmetry import Actor, Map, counted_from, standing, turns_of
 from interlace.ir.types import Buffer, Dim, Index, Others, RankIndex, TableEntry
 from interlace.ir.view import (
     AsStrided,
@@ -237,7 +228,7 @@ def _level(index: Index, parts: int | str, program: Program) -> Level | None:
 
 
 MOST = 2048
-"""Ranks among which order is worked out, at most: each knows how far each of them has come."""
+"""Ranks that are folded, at most: each knows how far each of them has come."""
 
 
 @dataclass(slots=True, eq=False)
@@ -246,14 +237,10 @@ class Turns:
 
     folded: tuple[str, ...]
     """The teams that are turned."""
-    few: frozenset[str]
-    """Folded teams of which two ranks stand for all: Note [Two ranks stand for any number]."""
     first: Map
-    """Rank that stands for each rank, by rank."""
-    among: tuple[int, ...]
-    """The ranks between which order is worked out: of the teams in `few`, the first two."""
+    """Rank that stands for each rank, by rank in ascending order."""
     _turns: Sequence[Map]
-    """The turn of each folded team, on `among`."""
+    """The turn of each folded team."""
     _steps: dict[int, tuple[int, Map]] = field(default_factory=dict[int, tuple[int, Map]])
     """For each rank, one nearer to the rank that stands for both, and the map from there."""
     _carry: dict[int, Map] = field(default_factory=dict[int, Map])
@@ -264,33 +251,19 @@ class Turns:
         """The Turns of a set that runs together; None where nothing can be folded."""
         if all(len(source.ranks) < 2 for source in sources):
             return None  # a turn takes a rank to another one of its Program
-        actors = [Actor(s.program, s.ranks, _ends(s), {*_told_apart(s)}) for s in sources]
-        counted = {name for actor in actors for name, _ in actor.ends}
-        if any(
-            team.size > MOST for a in actors for team in a.program.teams if team.name in counted
-        ):
+        if sum(len(source.ranks) for source in sources) > MOST:
             return None
+        actors = [Actor(s.program, s.ranks, _ends(s), {*_told_apart(s)}) for s in sources]
         turns, members = turns_of(actors, lambda moving: turning(sources, moving))
         if not turns:
             return None
-        few = frozenset(
-            name for name in turns if name not in counted and _is_level(members, name, turns)
-        )
-        among = tuple(
-            rank
-            for rank, where in sorted(members.wheres.items())
-            if all(where.members[name].index < 2 for name in few)
-        )
-        if len(among) > MOST:
-            return None
-        on_few = [_swap(members, name) if name in few else turns[name].to for name in turns]
-        first = standing([turn.to for turn in turns.values()], among)
-        found = cls(tuple(turns), few, first, among, on_few)
+        maps = [turn.to for turn in turns.values()]
+        found = cls(tuple(turns), standing(maps, sorted(members.wheres)), maps)
         found.spread()
         return found
 
     def carry(self, rank: int) -> Map:
-        """A map that takes the rank which stands for this one to it, on `among`."""
+        """A map that takes the rank which stands for this one to it."""
         path = [rank]
         while path[-1] not in self._carry:
             path.append(self._steps[path[-1]][0])
@@ -302,7 +275,7 @@ class Turns:
         return self._carry[rank]
 
     def back(self, rank: int) -> Map:
-        """The map that takes this rank to the one that stands for it, on `among`."""
+        """The map that takes this rank to the one that stands for it."""
         found = self._back.get(rank)
         if found is None:
             carried = self.carry(rank)
@@ -311,7 +284,7 @@ class Turns:
 
     def told(self) -> Symmetry:
         """The symmetry as a report has it."""
-        return Symmetry(self.visited, self.folded, tuple(sorted(self.few)))
+        return Symmetry(self.visited, self.folded)
 
     @property
     def visited(self) -> tuple[int, ...]:
@@ -319,36 +292,16 @@ class Turns:
         return tuple(sorted({*self.first.values()}))
 
     def spread(self) -> None:
-        """Finds the way to each rank of `among`."""
+        """Finds the way to each rank."""
         maps = [*self._turns, *({to: at for at, to in turn.items()} for turn in self._turns)]
         for rank in self.visited:
-            self._carry[rank] = {one: one for one in self.among}
+            self._carry[rank] = {one: one for one in self.first}
             reached = [rank]
             for at in reached:  # grows while it is walked
                 for step in maps:
                     if step[at] not in self._steps and step[at] not in self._carry:
                         self._steps[step[at]] = at, step
                         reached.append(step[at])
-
-
-def _is_level(members: Members, team: str, turns: Mapping[str, Turn]) -> bool:
-    """Returns True if each instance of another team has one place in this one."""
-    if turns[team].moves(name for name in members.groups if name != team):
-        return False
-    if any(team not in where.members for where in members.wheres.values()):
-        return False
-    return all(
-        len({members.wheres[rank].members[team].index for rank in ranks}) == 1
-        for name, groups in members.groups.items()
-        if name != team
-        for ranks in groups
-    )
-
-
-def _swap(members: Members, team: str) -> Map:
-    """The turn of a team of which two ranks stand for all."""
-    places = {rank: where.members[team] for rank, where in members.wheres.items()}
-    return {r: m.ranks[1 - m.index] for r, m in places.items() if m.index < 2}
 
 
 def _told_apart(source: LoweredProgram) -> Iterator[str]:

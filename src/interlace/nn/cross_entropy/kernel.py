@@ -63,33 +63,17 @@ def span(sizes, offset, classes, RANK: tl.constexpr, WORLD: tl.constexpr, MEASUR
 
 
 @triton.jit
-def cap_logits(x, softcap):
-    """softcap * tanh(x / softcap): a series near zero, where 1 - 2 / (e^2u + 1) cancels."""
-    u = x * (1.0 / softcap)
-    size = tl.abs(u)
-    far = 1.0 - 2.0 / (tl.exp2(size * (2.0 * LOG2E)) + 1.0)
-    far = tl.where(u < 0, -far, far)
-    v = u * u
-    near = v * (-0.05396825396825397 + v * 0.021869488536155203)
-    near = u + u * v * (-0.3333333333333333 + v * 0.13333333333333333 + v * near)
-    return softcap * tl.where(size < 0.25, near, far)
-
-
-@triton.jit
 def finite(m):
     """A maximum to subtract: zero where all is -inf, so that no difference of infinities is."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit
-def pick(logits, weight, target, at, first, local, softcap,
-         CAP: tl.constexpr, WEIGHTED: tl.constexpr):  # fmt: skip
+def pick(logits, weight, target, at, first, local, WEIGHTED: tl.constexpr):
     """The target's logit and class weight: -inf and 0 where another rank, or none, has it."""
     column = target - first
     mine = (column >= 0) & (column < local)
     x = tl.load(logits + at + column, mask=mine, other=0.0).to(tl.float32)
-    if CAP:
-        x = cap_logits(x, softcap)
     x = tl.where(mine, x, float("-inf"))
     if WEIGHTED:
         return x, tl.load(weight + column, mask=mine, other=0.0).to(tl.float32)
@@ -141,33 +125,27 @@ def edges(head, end, groups, VEC: tl.constexpr):
 
 
 @triton.jit
-def slope(x, c, weight, inside, column, m, shift, a, b, h, softcap,
-          SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
+def slope(x, c, weight, inside, column, m, shift, a, b, h,
+          SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr):  # fmt: skip
     """The gradient of columns c."""
     x = x.to(tl.float32)
-    if CAP:
-        x = cap_logits(x, softcap)
     g = tl.exp2((x - m) * LOG2E - shift) * a
     if SMOOTH:
         if WEIGHTED:
             g -= b * tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
         else:
             g -= b
-    g = tl.where(c == column, g - h, g)
-    if CAP:
-        u = x * (1.0 / softcap)
-        g *= 1.0 - u * u
-    return g
+    return tl.where(c == column, g - h, g)
 
 
 @triton.jit(do_not_specialize=[*GEOMETRY, "groups_a_part"])
 def stats_kernel(
     logits, target, weight, stats, out, losses, word, sizes,
     rows, local, offset, classes, ignore_index, inner, outer_step, step, skew, first_row,
-    smoothing, z_loss, softcap, groups_a_part,
+    smoothing, z_loss, groups_a_part,
     RANK: tl.constexpr, WORLD: tl.constexpr, MEASURED: tl.constexpr,
     DIMS: tl.constexpr, EVEN: tl.constexpr,
-    SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, ZLOSS: tl.constexpr, CAP: tl.constexpr,
+    SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, ZLOSS: tl.constexpr,
     FINISH: tl.constexpr, U: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -194,8 +172,6 @@ def stats_kernel(
         column, rim = edges(head, end, groups, VEC)
         rim = rim & counted & (part == 0)
         few = tl.load(base + column, mask=rim, other=float("-inf")).to(tl.float32)
-        if CAP:
-            few = tl.where(rim, cap_logits(few, softcap), float("-inf"))
         m = tl.zeros((LANES,), tl.float32) + tl.max(few, 0)
         below_top = few - finite(tl.max(few, 0))
         d = tl.where(lane == 0, tl.sum(tl.exp2(below_top * LOG2E), 0), 0.0)
@@ -212,8 +188,6 @@ def stats_kernel(
             whole = whole & (g * VEC >= head) & (g * VEC + VEC <= end)
         inside = tl.broadcast_to(whole, (U, LANES, VEC))
         x = tl.load(base + (g * VEC + element), mask=inside, other=float("-inf")).to(tl.float32)
-        if CAP:
-            x = tl.where(inside, cap_logits(x, softcap), float("-inf"))
         new = tl.maximum(m, tl.max(tl.max(x, 2), 0))
         safe = finite(new)
         away = x - safe[None, :, None]
@@ -240,7 +214,7 @@ def stats_kernel(
         sum_away = tl.sum(s + mass * (finite(m) - safe), 0)
     if FINISH:
         start, count = span(sizes, offset, classes, RANK, WORLD, MEASURED)
-        xy, wy = pick(logits, weight, y, at, start, local, softcap, CAP, WEIGHTED)
+        xy, wy = pick(logits, weight, y, at, start, local, WEIGHTED)
         finish(out, losses, word, row, rows, first_row, row < rows, y, count, ignore_index,
                top, total, xy, wy, sum_away, sum_mass, smoothing, z_loss,
                SMOOTH, WEIGHTED, ZLOSS)  # fmt: skip
@@ -258,9 +232,9 @@ def stats_kernel(
 def merge_kernel(
     stats, merged, logits, target, weight, out, losses, word, sizes,
     rows, parts, local, offset, classes, ignore_index, inner, outer_step, step, skew, first_row,
-    smoothing, z_loss, softcap,
+    smoothing, z_loss,
     RANK: tl.constexpr, WORLD: tl.constexpr, MEASURED: tl.constexpr, DIMS: tl.constexpr,
-    SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, ZLOSS: tl.constexpr, CAP: tl.constexpr,
+    SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, ZLOSS: tl.constexpr,
     PICK: tl.constexpr, FINISH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Joins parts, in their order: the pieces of one rank (PICK: it looks the target up) or ranks.
@@ -299,7 +273,7 @@ def merge_kernel(
     if PICK:
         at = place(row, inner, outer_step, step, DIMS) + skew
         own = tl.where(inside, y, -1)  # of no rank
-        xy, wy = pick(logits, weight, own, at, start, local, softcap, CAP, WEIGHTED)
+        xy, wy = pick(logits, weight, own, at, start, local, WEIGHTED)
     if FINISH:
         finish(out, losses, word, row, rows, first_row, inside, y, count, ignore_index,
                m, d, xy, wy, s, mass, smoothing, z_loss, SMOOTH, WEIGHTED, ZLOSS)  # fmt: skip
@@ -319,10 +293,10 @@ def merge_kernel(
 def grad_kernel(
     logits, target, weight, out, upstream, divisor, grad, sizes,
     rows, local, offset, classes, ignore_index, inner, outer_step, step, skew, first_row,
-    g_row, smoothing, z_loss, softcap, groups_a_program,
+    g_row, smoothing, z_loss, groups_a_program,
     RANK: tl.constexpr, WORLD: tl.constexpr, MEASURED: tl.constexpr,
     DIMS: tl.constexpr, EVEN: tl.constexpr, ALIKE: tl.constexpr,
-    SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, ZLOSS: tl.constexpr, CAP: tl.constexpr,
+    SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, ZLOSS: tl.constexpr,
     PER_ROW: tl.constexpr, DIVIDED: tl.constexpr, SCALED: tl.constexpr,
     U: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
@@ -376,8 +350,8 @@ def grad_kernel(
         place_of, rim = edges(head, end, groups, VEC)
         rim = rim & (part == 0)
         few = tl.load(base + place_of, mask=rim & counted, other=0.0)
-        few = slope(few, place_of - head, weight, rim, column, m, shift, a, b, h, softcap,
-                    SMOOTH, WEIGHTED, CAP)  # fmt: skip
+        few = slope(few, place_of - head, weight, rim, column, m, shift, a, b, h,
+                    SMOOTH, WEIGHTED)  # fmt: skip
         tl.store(into + place_of, few.to(grad.dtype.element_ty), mask=rim)
     for k in range(first, last, U * LANES):
         g = k + group
@@ -387,8 +361,8 @@ def grad_kernel(
             whole = whole & (g * VEC >= head) & (g * VEC + VEC <= end)
         inside = tl.broadcast_to(whole, (U, LANES, VEC))
         x = tl.load(base + c, mask=tl.broadcast_to(whole & counted, (U, LANES, VEC)), other=0.0)
-        x = slope(x, c - head, weight, inside, column, m, shift, a, b, h, softcap,
-                  SMOOTH, WEIGHTED, CAP)  # fmt: skip
+        x = slope(x, c - head, weight, inside, column, m, shift, a, b, h,
+                  SMOOTH, WEIGHTED)  # fmt: skip
         tl.store(into + c, x.to(grad.dtype.element_ty), mask=inside)
 
 

@@ -21,7 +21,7 @@ MERGED_ROWS = 128
 """Rows that a program of `merge_kernel` joins."""
 NARROW = ("rows", "local", "parts", "groups_a_part", "groups_a_program")
 """Counts of 32 bits; all others are of 64."""
-FLOATS = ("smoothing", "z_loss", "softcap", "number")
+FLOATS = ("smoothing", "z_loss", "number")
 KERNELS: Mapping[str, Any] = vars(kernel)
 
 
@@ -74,7 +74,7 @@ def _stats(problem: Problem, layout: KernelRows, found: Any, kept: Any, losses: 
         "stats_kernel", (layout.rows, count),
         (layout.logits, problem.target, dense(problem.weight), found, kept, losses, problem.word,
          problem.shards.sizes),
-        (*layout.numbers, terms.smoothing, terms.z_loss, terms.softcap, each),
+        (*layout.numbers, terms.smoothing, terms.z_loss, each),
         (("FINISH", losses is not None), *layout.cut.variant), layout.cut.warps,
     )  # fmt: skip
 
@@ -89,7 +89,7 @@ def _merge(problem: Problem, found: torch.Tensor, merged: Any, kept: Any, losses
         (found, merged, layout.logits, problem.target, dense(problem.weight), kept, losses,
          problem.word, problem.shards.sizes),
         (layout.rows, found.shape[0], *layout.numbers[1:],
-         terms.smoothing, terms.z_loss, terms.softcap),
+         terms.smoothing, terms.z_loss),
         (("PICK", picks), ("FINISH", losses is not None), ("BLOCK", MERGED_ROWS),
          *layout.cut.flags),
     )  # fmt: skip
@@ -210,7 +210,7 @@ def gradient(
         "grad_kernel", (layout.rows, count),
         (layout.logits, problem.target, dense(problem.weight), kept, upstream, divisor, into,
          problem.shards.sizes),
-        (*layout.numbers, local, terms.smoothing, terms.z_loss, terms.softcap, each),
+        (*layout.numbers, local, terms.smoothing, terms.z_loss, each),
         (("ALIKE", cut.alike), ("PER_ROW", per_row), ("DIVIDED", divisor is not None),
          ("SCALED", upstream is not None), *cut.variant), cut.warps,
     )  # fmt: skip

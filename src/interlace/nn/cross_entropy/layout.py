@@ -41,7 +41,6 @@ def flags_of(problem: Problem) -> Constants:
         ("SMOOTH", terms.smoothing != 0.0),
         ("WEIGHTED", problem.weight is not None),
         ("ZLOSS", terms.z_loss != 0.0),
-        ("CAP", terms.softcap != 0.0),
     )
 
 

@@ -40,9 +40,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     group: Any = None,
     z_loss: float = 0.0,
-    softcap: float | None = None,
     denominator: torch.Tensor | float | None = None,
-    check_targets: bool = False,
     chunk_size: int | None = None,
     accumulate_dtype: torch.dtype | None = None,
     overlap: bool = True,
@@ -65,7 +63,7 @@ def linear_cross_entropy(
         target: (...), int64 or int32.
         bias: (classes,), as the weight.
         class_weight, ignore_index, reduction, label_smoothing, group: see `cross_entropy`.
-        z_loss, softcap, denominator, check_targets: see `cross_entropy`.
+        z_loss, denominator: see `cross_entropy`.
         chunk_size: rows at a time, as many on all ranks. By default a seventh of them, at most as
             many as make 200 million logits (380 MiB in bfloat16; with a group, 4096 rows) and at
             least 256: two chunks are held with a group, one without.
@@ -91,7 +89,7 @@ def linear_cross_entropy(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     check_operands(hidden, weight, target, bias, class_weight)
-    terms = terms_of(target, ignore_index, reduction, label_smoothing, z_loss, softcap, denominator)
+    terms = terms_of(target, ignore_index, reduction, label_smoothing, z_loss, denominator)
     if chunk_size is not None and chunk_size < 1:
         raise InputError(f"chunk_size is {chunk_size}: take a positive number of rows")
     if not torch.is_grad_enabled():  # `needs_input_grad` asks only the tensors themselves
@@ -102,7 +100,7 @@ def linear_cross_entropy(
         **{"chunk_size": chunk_size or 0, "overlap": overlap,
            "requires_grad of hidden": hidden.requires_grad},
     )  # fmt: skip
-    setup = LossSetup.of(target, hidden.device, weight.shape[0], terms, group, facts, check_targets)
+    setup = LossSetup.of(hidden.device, weight.shape[0], terms, group, facts)
     rows = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
     chunks = Chunks(
         target=target.reshape(-1).contiguous(),

@@ -16,7 +16,6 @@ device sees, so that nothing is copied and nobody waits; every call of a loss lo
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,6 +37,8 @@ LOGITS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 REMOVED = {
     "shard_sizes": "leave it out: each call gathers the ranks' numbers of classes, with what shows "
     "that all give the same arguments",
+    "softcap": "give cross_entropy logits that are capped: softcap * torch.tanh(logits / softcap)",
+    "check_targets": "call raise_pending() after the loss (on CUDA, synchronize before)",
 }
 """Options of former releases, and what serves instead."""
 
@@ -53,16 +54,14 @@ def cross_entropy(
     *,
     group: Any = None,
     z_loss: float = 0.0,
-    softcap: float | None = None,
     denominator: torch.Tensor | float | None = None,
-    check_targets: bool = False,
     **removed: object,
 ) -> torch.Tensor:
     """The cross-entropy between logits and the indices of classes.
 
     A target that is no class (below 0, too large, and not `ignore_index`) does not raise at once,
     as in torch on the CPU, since the host would wait for the device: the loss and the gradient of
-    its row are NaN, and a later call raises TargetError. `check_targets=True` raises at once.
+    its row are NaN, and a later call, or `raise_pending`, raises TargetError.
 
     Args:
         logits: (..., classes), bfloat16, float16, float32 or float64; they are never written to,
@@ -80,11 +79,9 @@ def cross_entropy(
             or not. All of its ranks call with the same arguments, and get the same bits.
         z_loss: adds z_loss * logsumexp(row)^2 to the loss of each row that counts ("ST-MoE",
             arXiv:2202.08906); class weights do not scale it.
-        softcap: logits are softcap * tanh(logits / softcap) ("Gemma 2", arXiv:2408.00118).
         denominator: replaces the divisor of "mean" and "sum": a number, or a tensor of one element
             (no gradient flows to it). Under data parallelism, the number of tokens of all ranks
             over the number of ranks makes the averaged gradients exact.
-        check_targets: raise `TargetError` at once. The host waits for the device.
 
     Returns:
         The loss in float32 (float64 for float64 logits): a scalar, or (...) for "none".
@@ -92,18 +89,16 @@ def cross_entropy(
     Raises:
         TargetError: a target is not a class. The loss and the gradient of its row are NaN, and
             the next call of a loss or of `raise_pending` raises, once the device has computed
-            this one; with `check_targets`, this call raises.
+            this one.
         InputError: shapes, dtypes or options do not fit.
         AgreementError: ranks of the group give other arguments (on CUDA, once for each set).
     """
     refuse_removed("cross_entropy", removed, REMOVED)
     refuse_dtensors(logits=logits, target=target, weight=weight, denominator=denominator)
     check_inputs(logits, target, weight)
-    terms = terms_of(target, ignore_index, reduction, label_smoothing, z_loss, softcap, denominator)
+    terms = terms_of(target, ignore_index, reduction, label_smoothing, z_loss, denominator)
     facts = facts_of(logits, target, weight, terms, reduction)
-    setup = LossSetup.of(
-        target, logits.device, logits.shape[-1], terms, group, facts, check_targets
-    )
+    setup = LossSetup.of(logits.device, logits.shape[-1], terms, group, facts)
     return CrossEntropy.apply(logits, target.contiguous(), weight, setup, reduction, denominator)
 
 
@@ -121,13 +116,11 @@ class LossSetup:
     @classmethod
     def of(
         cls,
-        target: torch.Tensor,
         device: torch.device,
         classes: int,
         terms: Terms,
         group: Any,
         facts: Mapping[str, int],
-        check_targets: bool,
     ) -> LossSetup:
         """Raises what earlier calls noted; starts to gather the ranks' numbers of `classes`, and
         their `facts`.
@@ -136,10 +129,6 @@ class LossSetup:
         notes.check()
         group = group_of(group)
         shards, ready = find_shards(group, classes, facts, device)
-        if check_targets:
-            ready()
-            count = shards.classes if shards.sizes is None else int(shards.sizes.sum())
-            check_all(target, count, terms.ignore_index)
         return cls(terms, shards, ready, group, notes.word)
 
     def problem(self, logits: torch.Tensor, target: torch.Tensor, weight: Any, row: int) -> Problem:
@@ -203,7 +192,6 @@ def facts_of(
         "label_smoothing": terms.smoothing != 0.0,
         "class weights": weight is not None,
         "z_loss": terms.z_loss != 0.0,
-        "softcap": terms.softcap != 0.0,
         "requires_grad of hidden": 0,
         **more,
     }
@@ -236,7 +224,6 @@ def terms_of(
     reduction: str,
     label_smoothing: float,
     z_loss: float,
-    softcap: float | None,
     denominator: torch.Tensor | float | None,
 ) -> Terms:
     """The terms of a loss; raises `InputError` for a value that an option cannot have."""
@@ -250,8 +237,6 @@ def terms_of(
         raise InputError(f"reduction is {reduction!r}: take one of {REDUCTIONS}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise InputError(f"label_smoothing is {label_smoothing}: take a number from 0 to 1")
-    if softcap is not None and not 0.0 < softcap < math.inf:
-        raise InputError(f"softcap is {softcap}: take a positive number, or None for none")
     if denominator is not None:
         if reduction == "none":
             raise InputError("a denominator divides the sum: take reduction 'mean' or 'sum'")
@@ -259,7 +244,7 @@ def terms_of(
             raise InputError(f"denominator is {denominator!r}: take a number, or a tensor of one")
         if isinstance(denominator, torch.Tensor) and denominator.numel() != 1:
             raise InputError(f"denominator is {tuple(denominator.shape)}: take one number")
-    return Terms(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
+    return Terms(ignore_index, float(label_smoothing), float(z_loss))
 
 
 # -- targets that are no class ---------------------------------------------------------------------
@@ -277,7 +262,10 @@ class Notes:
         if self._seen[0]:
             row, target, classes = self._seen[0] - 1, self._seen[1], self._seen[2]
             self._seen[0] = 0
-            raise TargetError(describe(row, target, classes) + "; its loss and gradient were NaN")
+            raise TargetError(
+                f"the target of row {row} is {target}, where there are classes 0 to {classes - 1}; "
+                "mark rows that do not count with `ignore_index`; its loss and gradient were NaN"
+            )
 
 
 @lru_cache(maxsize=2)
@@ -295,20 +283,3 @@ def raise_pending() -> None:
     notes_of("cpu").check()
     if torch.cuda.is_initialized():
         notes_of("cuda").check()
-
-
-def describe(row: int, target: int, classes: int) -> str:
-    """Where a target is no class."""
-    return (
-        f"the target of row {row} is {target}, where there are classes 0 to {classes - 1}; "
-        "mark rows that do not count with `ignore_index`"
-    )
-
-
-def check_all(target: torch.Tensor, classes: int, ignore_index: int) -> None:
-    """Raises `TargetError` if one is no class; the host waits for the device."""
-    flat = target.reshape(-1)
-    wrong = ((flat < 0) | (flat >= classes)) & (flat != ignore_index)
-    if bool(wrong.any()):
-        row = int(wrong.nonzero()[0])
-        raise TargetError(describe(row, int(flat[row]), classes))

@@ -1,6 +1,6 @@
 """The cross-entropy in plain torch: what the CPU runs, and what the kernels are compared with.
 
-With x a row's logits (softcapped), w the class weights (1 without), y the target, V the number of
+With x a row's logits, w the class weights (1 without), y the target, V the number of
 classes, s the smoothing and lse the log of the sum of exp(x) over all ranks:
 
     loss = (1 - s) w_y (lse - x_y) + s / V * sum_j w_j (lse - x_j) + z lse^2
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from interlace.nn.cross_entropy.steps import Problem, Terms
+from interlace.nn.cross_entropy.steps import Problem
 
 BLOCK = 1 << 22
 """Logits that are held in fp32 at a time."""
@@ -48,12 +48,6 @@ def blocks(tensor: torch.Tensor, first: int = 0) -> Iterator[tuple[int, torch.Te
         yield first + start, tensor[start : start + step]
 
 
-def capped(x: torch.Tensor, terms: Terms) -> torch.Tensor:
-    """The logits in the type of the loss, softcapped."""
-    x = x.to(wide(x.dtype))
-    return terms.softcap * torch.tanh(x / terms.softcap) if terms.softcap else x
-
-
 def finite(m: torch.Tensor) -> torch.Tensor:
     """A maximum to subtract: zero where all is -inf."""
     return m.masked_fill(m == -torch.inf, 0.0)
@@ -82,7 +76,7 @@ def stats(problem: Problem) -> torch.Tensor:
     found[0, 0] = -torch.inf
     for first, x in blocks(logits):
         at = found[0, :, first : first + x.shape[0]]
-        x = capped(x, terms)
+        x = x.to(wide(x.dtype))
         at[0] = x.amax(-1)
         x = x - finite(at[0])[:, None]
         at[1] = x.exp().sum(-1)
@@ -105,7 +99,7 @@ def pack(problem: Problem, found: torch.Tensor) -> torch.Tensor:
     for first, x in blocks(logits):
         at = slice(first, first + x.shape[0])
         picked = x.gather(1, column[at].clamp(0, local - 1)[:, None])[:, 0]
-        found[2, at] = capped(picked, problem.terms).masked_fill(~mine[at], -torch.inf)
+        found[2, at] = picked.to(found.dtype).masked_fill(~mine[at], -torch.inf)
     if problem.weight is not None:
         own = problem.weight.to(found.dtype)[column.clamp(0, local - 1)]
         found[-1] = own.masked_fill(~mine, 0.0)
@@ -222,7 +216,7 @@ def gradient(
     flat = into.view(-1, logits.shape[-1]) if into.numel() else into
     for first, x in blocks(logits):
         at = slice(first, first + x.shape[0])
-        x = capped(x, terms)
+        x = x.to(wide(x.dtype))
         g = torch.exp((x - base[at, None]) - log_sum[at, None]) * a[at, None]
         if terms.smoothing:
             even = g.new_ones(()) if weight is None else weight.to(g.dtype)
@@ -230,8 +224,6 @@ def gradient(
         here = column[at]
         rows = ((here >= 0) & (here < x.shape[1]) & counted[at]).nonzero()[:, 0]
         g[rows, here[rows]] -= h[at][rows]
-        if terms.softcap:
-            g *= 1.0 - (x / terms.softcap) ** 2
         g *= up[at, None]
         g[ignored[at]] = 0.0
         g[~counted[at] & ~ignored[at]] = torch.nan

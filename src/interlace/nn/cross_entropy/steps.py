@@ -39,12 +39,11 @@ FAST = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The terms of a row's loss; a softcap of 0 is none."""
+    """The terms of a row's loss."""
 
     ignore_index: int = -100
     smoothing: float = 0.0
     z_loss: float = 0.0
-    softcap: float = 0.0
 
 
 LARGE = 48_000

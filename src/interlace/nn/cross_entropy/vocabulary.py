@@ -31,7 +31,7 @@ Waiting = Callable[[], object]
 FACTS: Mapping[str, int] = {
     **{"rows": 1 << 30, "chunk_size": 1 << 24, "dtype": 4},
     **dict.fromkeys(("reduction='none'", "overlap", "label_smoothing", "class weights"), 2),
-    **dict.fromkeys(("z_loss", "softcap", "requires_grad of hidden"), 2),
+    **dict.fromkeys(("z_loss", "requires_grad of hidden"), 2),
 }
 """Arguments that ranks must give alike, each with a bound of its numbers: all fit into one."""
 WITHOUT_ROWS = math.prod([*FACTS.values()][1:])

@@ -51,7 +51,6 @@ class AdamSpec:
     v: torch.dtype
     master: str | None = None
     """None, `fp32` (a master beside the parameter) or `remainder` (see Note [Remainders])."""
-    amsgrad: bool = False
     coupled: bool = False
     """Adam's L2 penalty, through the gradient; AdamW decays the parameter."""
     stochastic: bool = False
@@ -85,7 +84,6 @@ class FlatParam(NamedTuple):
     g: Tensor
     m: Tensor
     v: Tensor
-    vmax: Tensor | None = None
     w: Tensor | None = None
     """The master or the remainder."""
 
@@ -247,11 +245,7 @@ def _update_chunk(
     old = c.m.float()
     m = (g - old).mul_(row.slope).add_(g if row.from_g else old)
     v = (g * row.rest2).mul_(g).add_(c.v.float() * row.beta2)
-    top = v
-    if c.vmax is not None:
-        top = torch.maximum(c.vmax.float(), v)
-        c.vmax.copy_(top)
-    update = (m * row.size).div_(root(top).mul_(row.correction).add_(row.eps))
+    update = (m * row.size).div_(root(v).mul_(row.correction).add_(row.eps))
     x = (x * row.decay).sub_(update)
 
     kept = (c.m, c.v) if spec.master else (c.m, c.v, c.p)

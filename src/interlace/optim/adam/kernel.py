@@ -21,10 +21,10 @@ import triton.language as tl
 from interlace.kernels.launch import TYPES, KernelSource
 from interlace.optim.adam.arithmetic import NAN, ROW, AdamSpec
 
-FIELDS = 9
-"""Words of a tensor in the table: addresses of parameter, moments, greatest second moment and
-master or remainder; length; number of its first element; key; its first block."""
-P, M, V, VMAX, W, LENGTH, BASE, KEY, FIRST = (tl.constexpr(i) for i in range(FIELDS))
+FIELDS = 8
+"""Words of a tensor in the table: addresses of parameter, moments and master or remainder; length;
+number of its first element; key; its first block."""
+P, M, V, W, LENGTH, BASE, KEY, FIRST = (tl.constexpr(i) for i in range(FIELDS))
 CHUNK = 16384
 """Elements that a block takes."""
 WARPS = 4
@@ -87,10 +87,10 @@ def narrow(x, bits, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def update(
-    p, g, m, v, vmax, w, at, inside, start_word, key_here, key_next, key_last,
+    p, g, m, v, w, at, inside, start_word, key_here, key_next, key_last,
     gain, l2, from_g, slope, beta2, rest2, correction, eps, size, decay,
     P_KIND: tl.constexpr, G_KIND: tl.constexpr, M_KIND: tl.constexpr, V_KIND: tl.constexpr,
-    MASTER: tl.constexpr, AMSGRAD: tl.constexpr, COUPLED: tl.constexpr, STOCHASTIC: tl.constexpr,
+    MASTER: tl.constexpr, COUPLED: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """The elements at offsets `at` of the chunk."""
     m_old = wide(tl.load(m + at, mask=inside), M_KIND)
@@ -108,12 +108,7 @@ def update(
         grad = tl.where(l2 != 0, grad + x * l2, grad)
     m_new = tl.where(from_g, grad, m_old) + (grad - m_old) * slope
     v_new = v_old * beta2 + grad * rest2 * grad
-    top = v_new
-    if AMSGRAD:
-        before = wide(tl.load(vmax + at, mask=inside), V_KIND)
-        top = tl.maximum(before, v_new, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(vmax + at, narrow(top, at, V_KIND, False), mask=inside)
-    root = tl.sqrt_rn(top) * correction + eps
+    root = tl.sqrt_rn(v_new) * correction + eps
     x = x * decay - tl.div_rn(m_new * size, root)
 
     low, high, third = at, at, at
@@ -144,7 +139,7 @@ def update(
 def adam_kernel(
     table, owners, dynamic, count, rows,
     P_KIND: tl.constexpr, G_KIND: tl.constexpr, M_KIND: tl.constexpr, V_KIND: tl.constexpr,
-    MASTER: tl.constexpr, AMSGRAD: tl.constexpr, COUPLED: tl.constexpr, STOCHASTIC: tl.constexpr,
+    MASTER: tl.constexpr, COUPLED: tl.constexpr, STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -171,9 +166,7 @@ def adam_kernel(
     g = place(tl.load(changing), start, G_KIND, ALIGNED)
     m = place(tl.load(own + M), start, M_KIND, ALIGNED)
     v = place(tl.load(own + V), start, V_KIND, ALIGNED)
-    vmax, w = v, p
-    if AMSGRAD:
-        vmax = place(tl.load(own + VMAX), start, V_KIND, ALIGNED)
+    w = p
     if MASTER != "none":
         w = place(tl.load(own + W), start, "fp32" if MASTER == "fp32" else "bf16", ALIGNED)
 
@@ -190,16 +183,16 @@ def adam_kernel(
     for offset in range(0, full, TILE):
         at = offset + tl.arange(0, TILE)
         update(
-            p, g, m, v, vmax, w, at, at < full, start_word, key_here, key_next, key_last,
+            p, g, m, v, w, at, at < full, start_word, key_here, key_next, key_last,
             gain, l2, from_g, slope, beta2, rest2, correction, eps, size, decay,
-            P_KIND, G_KIND, M_KIND, V_KIND, MASTER, AMSGRAD, COUPLED, STOCHASTIC,
+            P_KIND, G_KIND, M_KIND, V_KIND, MASTER, COUPLED, STOCHASTIC,
         )  # fmt: skip
     if full < left:
         at = full + tl.arange(0, 8)
         update(
-            p, g, m, v, vmax, w, at, at < left, start_word, key_here, key_next, key_last,
+            p, g, m, v, w, at, at < left, start_word, key_here, key_next, key_last,
             gain, l2, from_g, slope, beta2, rest2, correction, eps, size, decay,
-            P_KIND, G_KIND, M_KIND, V_KIND, MASTER, AMSGRAD, COUPLED, STOCHASTIC,
+            P_KIND, G_KIND, M_KIND, V_KIND, MASTER, COUPLED, STOCHASTIC,
         )  # fmt: skip
 
 
@@ -221,7 +214,6 @@ def adam_source(spec: AdamSpec, *, aligned: bool) -> KernelSource:
             "M_KIND": TYPES[spec.m],
             "V_KIND": TYPES[spec.v],
             "MASTER": spec.master or "none",
-            "AMSGRAD": spec.amsgrad,
             "COUPLED": spec.coupled,
             "STOCHASTIC": spec.stochastic,
             "ALIGNED": aligned,

@@ -50,7 +50,7 @@ from interlace.torch_private.distributed import compute_local_shape_and_global_o
 if TYPE_CHECKING:
     from interlace.optim.adam.table import Launch
 
-DECIDING = itemgetter("amsgrad", "seed", *KEPT)
+DECIDING = itemgetter("seed", *KEPT)
 """The options of a group that a plan is made for."""
 UNUSED = Scalars(*(0.0,) * len(Scalars._fields))
 
@@ -69,9 +69,9 @@ class ParamEntry:
     by_kernel: bool
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """This rank's moments, greatest second moment, and master or remainder."""
+        """This rank's moments, and master or remainder."""
         last = "master" if self.spec.master == "fp32" else "remainder"
-        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", last)
+        names = ("exp_avg", "exp_avg_sq", last)
         return tuple(None if (t := self.state.get(name)) is None else local(t) for name in names)
 
 
@@ -100,7 +100,6 @@ def make_entry(
         m=m,
         v=v,
         master=master,
-        amsgrad=bool(group["amsgrad"]),
         coupled=optimizer.coupled,
         stochastic=lossy and bool(group["stochastic_rounding"]),
     )
@@ -151,12 +150,12 @@ def laid_out(grad: Tensor, param: Tensor) -> Tensor:
 
 def update_singly(entry: ParamEntry, grad: Tensor, row: Scalars) -> None:
     """One step of one parameter; the gradient is laid out as its states."""
-    m, v, vmax, w = (None if t is None else flatten(t) for t in entry.tensors())
+    m, v, w = (None if t is None else flatten(t) for t in entry.tensors())
     assert m is not None
     assert v is not None
     if w is not None and entry.spec.master == "remainder":
         w = w.view(torch.int16)
-    flat = FlatParam(flatten(local(entry.param).detach()), flatten(grad), m, v, vmax, w)
+    flat = FlatParam(flatten(local(entry.param).detach()), flatten(grad), m, v, w)
     update_reference(entry.spec, flat, row, key=entry.key, base=entry.base)
 
 

@@ -88,8 +88,6 @@ def master_of(param: Tensor, group: Group) -> str | None:
 def tensors_of(param: Tensor, group: Group) -> dict[str, torch.dtype]:
     """The names and dtypes of the state tensors that lie like the parameter."""
     names = moments_of(group)
-    if not group["amsgrad"]:
-        del names["max_exp_avg_sq"]
     kind = master_of(param, group)
     if kind is not None:
         names |= {"master": torch.float32} if kind == "fp32" else {"remainder": REMAINDER}
@@ -97,9 +95,8 @@ def tensors_of(param: Tensor, group: Group) -> dict[str, torch.dtype]:
 
 
 def moments_of(group: Group) -> dict[str, torch.dtype]:
-    """The names and dtypes of all moments that there can be."""
-    first, second = group["exp_avg_dtype"], group["exp_avg_sq_dtype"]
-    return {"exp_avg": first, "exp_avg_sq": second, "max_exp_avg_sq": second}
+    """The names and dtypes of the moments."""
+    return {"exp_avg": group["exp_avg_dtype"], "exp_avg_sq": group["exp_avg_sq_dtype"]}
 
 
 def empty_like(param: Tensor, dtype: torch.dtype) -> Tensor:
@@ -149,7 +146,7 @@ def ready(param: Tensor, group: Group, state: State) -> None:
             state[name] = empty_like(param, dtype).copy_(param.detach())
         else:
             state[name] = empty_like(param, dtype).zero_()
-    for name in (*MASTER_NAMES, "max_exp_avg_sq"):
+    for name in MASTER_NAMES:
         if name not in names:
             state.pop(name, None)
 

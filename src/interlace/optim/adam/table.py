@@ -25,7 +25,6 @@ class TableRow(NamedTuple):
     p: int
     m: int
     v: int
-    vmax: int
     w: int
     count: int
     base: int
@@ -44,7 +43,7 @@ class Launch:
         blocks = torch.tensor([-(-work.count // CHUNK) for work in works], device="cpu")
         first = blocks.cumsum(0) - blocks
         words = [
-            [*work[:7], work.key - (work.key >> 63 << 64), at]
+            [*work[:6], work.key - (work.key >> 63 << 64), at]
             for work, at in zip(works, first.tolist(), strict=True)
         ]
         assert len(words[0]) == FIELDS

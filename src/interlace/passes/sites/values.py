@@ -1,7 +1,7 @@
 """Who makes and who uses each value of a serial Program, and what its bytes are made of.
 
-A buffer is a value where one op makes all of it; views and data movement (cat, clone, slice, pad,
-...) are looked through down to a root:
+A buffer is a value where one op makes all of it; views and data movement (cat, clone, pad, ...) are
+looked through down to a root:
 
     >>> values = Dataflow(program, rank=0)
     >>> values.contents(View("t3").view(8, 4), "gathered", root_contents, row_bytes=16)
@@ -10,7 +10,6 @@ A buffer is a value where one op makes all of it; views and data movement (cat, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 
 from interlace.ir import Arg, Box, Copy, Op, Program, View
@@ -135,18 +134,11 @@ class Dataflow(Uses):
         (src,) = sources
         if call is None:
             return self._seen(src, memory)
-        box, rest = self.box(src), call.args[1:]
         if call.fn == PADS:
-            pads = rest[0]
+            box, pads = self.box(src), call.args[1]
             assert isinstance(pads, tuple)
-            return padded(
-                self._seen(src, memory), box.sizes, box.dtype.itemsize, list(map(_int, pads))
-            )
-        if call.fn == "aten.slice.Tensor":
-            src = _sliced(src, box, rest)
-        elif call.fn == "aten.narrow.default":
-            dim, start, length = map(_int, rest[:3])
-            src = src.slice(dim, start, start + length)
+            sizes = list(map(_int, pads))
+            return padded(self._seen(src, memory), box.sizes, box.dtype.itemsize, sizes)
         return self._seen(src, memory)
 
 
@@ -154,15 +146,3 @@ def _int(arg: Arg) -> int:
     if not isinstance(arg, int):
         raise Refused(f"an operator has {arg!r} where a number was expected")
     return arg
-
-
-_NONE = (None,) * 4
-
-
-def _sliced(src: View, box: Box, rest: Sequence[Arg]) -> View:
-    dim, first, last, step = (None if arg is None else _int(arg) for arg in (*rest, *_NONE)[:4])
-    if step not in (None, 1):
-        raise Refused("a slice takes every n-th row")
-    dim = (dim or 0) % len(box.sizes)
-    start, stop, _ = slice(first, last).indices(box.sizes[dim])
-    return src.slice(dim, start, max(start, stop))

@@ -29,7 +29,7 @@ from interlace.ir.overlap import teams_of
 from interlace.ir.program import map_values
 from interlace.ir.sizes import at_hand, supposing
 from interlace.passes.dependencies import dependencies
-from interlace.passes.fuse import Fuse
+from interlace.passes.fuse import joined, with_reasons
 from interlace.passes.insert_sync import with_events
 from interlace.passes.rewrite import tagged
 from interlace.passes.schedule import Schedule
@@ -76,22 +76,22 @@ def _alone(
 
 
 def seconds_alone(program: Program, machine: Machine) -> float:
-    """The time of a Program once it is scheduled.
+    """The time of a site's Program once it is scheduled.
 
     Turns cost what issuing them does, and gain nothing: the ranks of the simulation are in step,
     and never meet.
     """
     played, before = Schedule().played(program)
     ordered = with_events(played, before or dependencies(played, listed=False))
-    timed = Fuse().run(TakeTurns().run(ordered))
-    return seconds(timed, machine)
+    return timed(TakeTurns().run(ordered), machine)[1]
 
 
-def seconds(program: Program, machine: Machine) -> float:
-    """The time of a lowered Program, run after run: as long as its ranks take, or as its host
-    does."""
+def timed(program: Program, machine: Machine) -> tuple[Program, float]:
+    """A scheduled Program with its chunks brought together, and the seconds that it takes, run
+    after run: as long as its ranks take, or as its host does."""
+    program = with_reasons(*joined(program))
     timeline, host = run_after_run(program, machine, fold=True)
-    return max(timeline.makespan_s, host)
+    return program, max(timeline.makespan_s, host)
 
 
 def label_of(row: Strategy | None, chunks: int = 0) -> str:

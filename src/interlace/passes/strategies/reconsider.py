@@ -5,23 +5,21 @@ lie under computation that depends on none of it, and then cutting the matmuls g
 leave that computation its SMs. (The peer kernel of `exchange` is predicted to gain more, and was
 measured to take more: it holds SMs that the matmuls under way need.)
 
-    made = reconsidered(marked, decomposed, made, later, machine)    # the `later` passes made it
+    sites = reconsidered(analysis, sites, machine, ("copies", "serial"), price)
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from interlace.cost import Machine
 from interlace.ir import Program, Site
-from interlace.passes.decompose import COPIES, written
-from interlace.passes.dependencies import is_frozen
 from interlace.passes.find_sites import Analysis
-from interlace.passes.strategies.choose import Choice, seconds
+from interlace.passes.strategies.choose import Choice
 from interlace.passes.strategies.whole import unmovable
+from interlace.passes.strategies.write import COPIES, written
 from interlace.strategies import row_of
 
 SOONER = 0.999
@@ -31,85 +29,53 @@ WHOLE = 1.01
 four of these were measured to take up to 9 % longer than one; or where the other has a collective's
 kernel beside matmuls, which hold up each other. No prediction says either."""
 MOST_OPS = 400
-"""Ops of a lowered Program of some three layers: longer ones, where each trial takes a second and
+"""Ops of a scheduled Program of some three layers: longer ones, where each trial takes a second and
 more, get two trials, of all serial sites and of all that are cut."""
 
-Ways = Mapping[int, str]
-"""`serial` or `copies` for each site; other sites have the strategies that `decompose` chooses."""
-
-
-class LaterPass(Protocol):
-    """A pass behind `decompose`."""
-
-    def run(self, program: Program) -> Program: ...
+Price = Callable[[Program], tuple[Program, float]]
+"""Schedules a decomposed Program: gives that, and the seconds that it is predicted to take."""
 
 
 def reconsidered(
-    marked: Program,
-    decomposed: Program,
-    made: Program,
-    later: Iterable[LaterPass],
+    analysis: Analysis,
+    chosen: Mapping[int, Site],
     machine: Machine,
-    done: Collection[int] = (),
-    copies: bool = True,
-) -> Program:
-    """The Program that `later` passes made of the `decomposed` form of a `marked` one, or one that
-    they make with other strategies and that is predicted to end sooner.
+    ways: Sequence[str],
+    price: Price,
+) -> dict[int, Site]:
+    """The Sites of a serial Program: as `chosen`, or one of the `ways` (`copies`, `serial`) with
+    which the whole Program is predicted to end sooner.
 
-    Sites that are alike change together; those that were `done` before stay. `copies`: whether
-    they may be used.
+    Sites that are alike change together; those that were overlapped before stay.
     """
-    if marked.sizes.sizes or is_frozen(made):  # of ranks of other Programs too little is known
-        return made
-    analysis = Analysis.of(marked)
-    movable = {
-        op.site for op in marked.collectives().values() if not unmovable(analysis.values, op)
-    }
-
-    def lowered(ways: Ways) -> Program:
-        sites = {site.id: site for site in decomposed.sites}
-        for number, way in ways.items():
-            site = marked.site(number)
-            if way == "serial":
-                sites[number] = site
-            elif number in movable:
-                sites[number] = Choice(COPIES, reason="requested").on(site)
-        program = written(analysis, sites, machine.device == "cuda")
-        for item in later:
-            program = item.run(program)
-        return program
-
-    best = least = seconds(made, machine)
-    found, ways = made, dict[int, str]()
-    why: dict[int, str] = {}
-    long = len(made.ops) > MOST_OPS
-    possible = ["copies"] * copies + ["serial"] * (not long)
-    for group in _groups([site for site in made.sites if site.id not in done], long):
-        ids, now = {site.id for site in group}, group[0]
-        times: dict[str, float] = {"copies": math.inf, "serial": math.inf}
-        trials: dict[str, tuple[Program, dict[int, str]]] = {}
-        for way in possible:
-            trial = {**ways, **dict.fromkeys(ids, way)}
-            if now.strategy != way:
-                other = lowered(trial)
-                if any(site.strategy == way for site in other.sites if site.id in ids):
-                    times[way], trials[way] = seconds(other, machine), (other, trial)
+    gpu = machine.device == "cuda"
+    collectives = analysis.program.collectives().values()
+    movable = {op.site for op in collectives if not unmovable(analysis.values, op)}
+    scheduled, best = price(written(analysis, chosen, gpu))
+    least, sites = best, dict(chosen)
+    long = len(scheduled.ops) > MOST_OPS
+    others = [site for site in scheduled.sites if site.id not in analysis.done]
+    for group in _groups(others, long):
+        now, times = group[0], {"copies": math.inf, "serial": math.inf}
+        trials: dict[str, dict[int, Site]] = {}
+        for way in ways:
+            row = COPIES if way == "copies" else None
+            ids = [site.id for site in group if row is None or site.id in movable]
+            if ids and now.strategy != way and not (long and way == "serial"):
+                trials[way] = {number: Choice(row).on(sites[number]) for number in ids}
+                times[way] = price(written(analysis, {**sites, **trials[way]}, gpu))[1]
         way = _better(now, best, least, times["copies"], times["serial"])
         if not way:
             continue
         reason = "sooner so" if times[way] < SOONER * best else "as soon with whole matmuls"
-        best, (found, ways) = times[way], trials[way]
+        best = times[way]
         least = min(least, best)
         text = f"the whole schedule is predicted to end {reason} ({machine.name})"
-        why |= {site.id: text for site in found.sites if site.id in ids and site.strategy == way}
-    alone = {site.id: site.serial_ms for site in made.sites}
-    sites = [
-        dataclasses.replace(s, reason=why[s.id], serial_ms=alone[s.id], predicted_ms=alone[s.id])
-        if s.id in why
-        else s
-        for s in found.sites
-    ]
-    return found.replace(sites=tuple(sites))
+        for number, site in trials[way].items():
+            alone = sites[number].serial_ms
+            changes = {"reason": text, "serial_ms": alone, "predicted_ms": alone}
+            sites[number] = dataclasses.replace(site, **changes)
+    return sites
 
 
 def _groups(sites: list[Site], long: bool) -> Iterator[list[Site]]:

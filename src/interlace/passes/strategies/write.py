@@ -5,16 +5,17 @@ ops = write(values, names, site, STRATEGIES["ring", None], chunks=0, number=1)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
 from interlace.cost import Machine
-from interlace.ir import Chunk, Collective, DType, Index, Op, Slice, View
+from interlace.ir import Chunk, Collective, DType, Index, Op, Program, Site, Slice, View
 from interlace.ir.kernels import bias_of, ill_scaled, legible, unfit
 from interlace.ir.operators import matmul_of
 from interlace.ir.sizes import Int
+from interlace.passes.find_sites import Analysis, in_blocks, without_moves
 from interlace.passes.sites.cone import Cone, lhs_of, made_by, result_of
 from interlace.passes.sites.recognise import EXCHANGE, GatherSite, MatmulSite, ScatterSite
 from interlace.passes.sites.rows import balanced_sizes
@@ -46,14 +47,15 @@ from interlace.passes.strategies.transfers import (
     Slabs,
     combine,
 )
-from interlace.passes.strategies.whole import by_copies, lifts, unmovable
-from interlace.strategies import Strategy
+from interlace.passes.strategies.whole import by_copies, lifted, lifts, unmovable
+from interlace.strategies import STRATEGIES, Strategy, row_of
 
 EXCHANGED = (
     *(DType.f64, DType.f32, DType.bf16, DType.f16),
     *(DType.i64, DType.i32, DType.i16, DType.i8, DType.u8),
 )
 """Types of elements that the exchange kernel adds up."""
+COPIES = STRATEGIES["copies", None]
 
 
 def refusal(
@@ -154,6 +156,40 @@ def write_whole(
         return [replace(op, backend="peer")], {}
     slots = {op.dst.buffer: op.team} if op.dst is not None and lifts(values, op) else {}
     return by_copies(values, names, op, number), slots
+
+
+def written(analysis: Analysis, sites: Mapping[int, Site], gpu: bool) -> Program:
+    """The Program whose sites are overlapped as the Sites of these numbers say."""
+    program, values = analysis.program, analysis.values
+    names = values.names.copy()
+    blocks: dict[int, tuple[int, ...]] = {}
+    made: dict[int, list[Op]] = {}
+    overlapped: list[MatmulSite] = []
+    slots: dict[str, str] = {}
+    for found in analysis.found:
+        at = found.collective
+        number = program.ops[at].site
+        site = sites.get(number) if number is not None else None
+        row = row_of(site.strategy, site.protocol) if site is not None else None
+        if site is None or row is None:
+            continue
+        if row.whole:
+            made[at], raised = write_whole(values, names, values.collectives[at], row, number)
+        else:
+            assert found.site is not None, "a collective alone is never cut"
+            blocks[at] = found.site.ops
+            overlapped.append(found.site)
+            count = site.chunks or 0
+            made[at], raised = write(values, names, found.site, row, count, number, gpu)
+        slots |= raised
+    placed = in_blocks(without_moves(analysis.before, overlapped), blocks)
+    assert placed is not None, "find_sites lets no sites pass that depend on one another"
+    ops: list[Op] = []
+    for block in placed:
+        new = next((made[i] for i in block if i in made), None)
+        ops += new if new is not None else [program.ops[i] for i in block]
+    listed = tuple(sites[site.id] for site in program.sites)
+    return program.replace(ops=lifted(ops, slots), sites=listed, tables=tuple(names.tables))
 
 
 class _Writer:
