@@ -95,7 +95,6 @@ class OpenedSchedule:
         members = program.where(ranks.me).members
         self.inputs = {b.name: _empty(b, ranks.device) for b in inputs_of(own)}
         outs = {b.name: _empty(b, ranks.device) for b in own.params if b.kind == "output"}
-        registered = {b.name for b in own.params if b.registered}
         writes = {access.view.buffer for op in own.ops for access in op.writes()}
         self._written = [name for name in self.inputs if name in writes]
         self._out = list(outs.values())
@@ -113,7 +112,6 @@ class OpenedSchedule:
             groups={name: groups[name, member.ranks] for name, member in members.items()},
             device=ranks.device,
             options=options,
-            registered={n: t for n, t in (self.inputs | outs).items() if n in registered},
         ).prepare()
 
     def _fill(self) -> None:

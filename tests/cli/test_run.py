@@ -31,15 +31,16 @@ WRONG = SOUND.replace("full[tp.rank], w,", "full[tp.rank + 1], w,")
 WRONG = WRONG.replace("    main: wait(e1)\n", "").replace(
     "    main: call", "    main: wait(e1)\n    main: call", 1
 )
-REGISTERED = """\
-def gather(tp: Team[2], x: f32[4, 8].strides(1, 0), n: i64[3], y: out[f32[8, 8].registered(tp)]):
-    comm: notify(open, to=tp.others)
+GATHER = """\
+def gather(tp: Team[2], x: f32[4, 8].strides(1, 0), n: i64[3], y: out[f32[8, 8]]):
+    slot = alloc(f32[4, 8], symmetric=tp)
     main: call("aten.add_.Tensor", n, 1, out=n, mutates=True)
     main: copy(x, y[tp.rank])
-    comm: expect(open, tp.rank + 1)
-    comm: put(x, y[tp.rank], peer=tp.rank + 1)
-    comm: notify(came, to=tp.rank + 1)
+    main: put(x, slot, peer=tp.rank + 1)
+    main: notify(came, to=tp.rank + 1)
     main: expect(came, tp.rank - 1)
+    main: copy(slot, y[tp.rank - 1])
+    main: free(slot)
     return y, n, None, y[0], x
 """
 
@@ -74,14 +75,14 @@ def test_results_times_and_a_timeline(pool: Pool, tmp_path: Path, seed: int) -> 
     page = tmp_path / "page.html"
     drawn = {"html": str(page), "seed": seed % 1000}
     data = tmp_path / "run.json"
-    (report, again, wrong, in_order, stages, registered), nothing = pool(2).run(
+    (report, again, wrong, in_order, stages, gathered), nothing = pool(2).run(
         reports,
         settings(SOUND, SERIAL, **drawn),
         settings(SOUND, seed=seed % 1000, out=str(data)),
         settings(SOUND, WRONG),
         settings(SOUND, SOUND, in_order=True),
         settings(STAGES),
-        settings(REGISTERED),
+        settings(GATHER),
     )
     assert nothing == [None] * 6
     assert verdicts(report) == [["equal"]] * 2
@@ -104,14 +105,14 @@ def test_results_times_and_a_timeline(pool: Pool, tmp_path: Path, seed: int) -> 
     assert off["off"] > 0.1
     assert verdicts(in_order) == [["equal"]] * 2
     assert [list(rank["outputs"]) for rank in stages["ranks"]] == [[], ["y"]]
-    one, other = (rank["outputs"] for rank in registered["ranks"])
+    one, other = (rank["outputs"] for rank in gathered["ranks"])
     assert one["y"] == other["y"]
     assert list(one) == ["y", "n", "y[0]"], "an input counts as a result where it is written"
     assert one["n"][0] == "i64[3]"
 
 
 def test_schedules_with_other_inputs_are_not_compared(pool: Pool) -> None:
-    for told in pool(2).run(refusal, settings(SOUND, REGISTERED)):
+    for told in pool(2).run(refusal, settings(SOUND, GATHER)):
         assert "another takes other inputs: x, w, n" in told
 
 

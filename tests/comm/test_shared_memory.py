@@ -147,32 +147,39 @@ def test_a_wait_ends_when_its_check_raises() -> None:
 
 
 class SlowWork:
-    """A transfer that is done, well or not, at the very end of a slice of waiting."""
+    """A transfer that is done, well or not, when it has been looked at some times."""
 
     def __init__(self, fails: bool) -> None:
         self.fails = fails
-        self.slices = 0
+        self.looks = 0
 
     def wait(self, limit: timedelta | None = None) -> None:
-        if self.is_completed():
-            if self.fails:
-                raise RuntimeError("Connection closed by peer")
-            return
-        self.slices += 1
-        raise RuntimeError("Operation timed out!")
+        assert self.looks == 3
+        if self.fails:
+            raise RuntimeError("Connection closed by peer")
 
     def is_completed(self) -> bool:
-        return self.slices >= 3
+        self.looks = min(self.looks + 1, 3)
+        return self.looks == 3
 
 
-def test_a_transfer_done_as_a_slice_ends_is_done() -> None:
+def test_a_transfer_that_is_done_raises_its_own_error() -> None:
     wait = BoundedWait(5.0, lambda: "all_reduce")
     good: Any = SlowWork(fails=False)
     bad: Any = SlowWork(fails=True)
     wait.finish(good)
-    assert good.slices == 3
     with pytest.raises(RuntimeError, match="closed by peer"):
         wait.finish(bad)
+
+
+def test_a_wait_is_not_over_while_there_is_progress() -> None:
+    steps = iter(range(1000))
+    wait = BoundedWait(0.2, lambda: "event", progress=lambda: next(steps) // 2 if going else 0)
+    going, start = True, time.monotonic()
+    wait.until(lambda: time.monotonic() - start > 0.6)
+    going = False
+    with pytest.raises(CommTimeoutError, match=r"no progress in 0\.2 s"):
+        wait.until(lambda: False)
 
 
 def test_stamps_grow_with_runs_and_then_with_values() -> None:

@@ -5,8 +5,8 @@ $ python -m tests.fuzzing --programs 2000000 --seconds 560
 Sets of 2 or 3 ranks with up to three streams and three teams, checked over one to three runs. They
 hold every op (`call`, `copy`, `alloc`, `free`, `record`, `wait`, `host_sync`, all kinds of
 collective, `send`, `recv`, `group`, `put`, `get`, `notify`, `expect`, `fused`), events recorded
-again, slots taken several times in a run, chunks and buffers by per-rank tables, and registered
-parameters. They do not hold compiled regions, kernels of a `fused` op, named sizes or FP8.
+again, slots taken several times in a run, and chunks and buffers by per-rank tables. They do not
+hold compiled regions, kernels of a `fused` op, named sizes or FP8.
 
 Ends with code 0 if both agree on all, and with 1 if the verifier misses a fault, reports one that
 the oracle does not find, or fails. The same seed gives the same sets; several processes take

@@ -135,7 +135,6 @@ def _facts(programs: list[Program], runs: int) -> tuple[set[str], int]:
     facts = {f"{len(first.world)} ranks", f"{runs} runs", f"{len(first.teams)} teams"}
     facts.add(f"{max(len(program.streams()) for program in programs)} streams")
     facts.add("SPMD" if len(programs) == 1 and first.rank is None else "set")
-    facts |= {"registered" for buffer in first.params if buffer.registered}
     facts |= {"table" for _ in first.tables}
     for program in programs:
         size += len(program.ops) * (len(program.world) if program.rank is None else 1)

@@ -69,7 +69,6 @@ class Draw:
         self.last: dict[str, dict[str, bool]] = {}  # buffer -> stream -> whether it wrote
         self.live: list[Buffer] = []
         self.where = Program(teams=tuple(self.teams), tables=tuple(self.tables)).where(0)
-        self.reached: set[str] = set()  # registered, and touched by peers
         self.num_events = 0
         self.num_signals = 0
         self.num_names = 0
@@ -84,13 +83,9 @@ class Draw:
 
     def program(self, num_steps: int) -> Program:
         x = Buffer("x", DType.i16, (ROWS, self.width), "input")
-        team = "tp" if self.rng.random() < 0.25 else None
-        y = Buffer("y", DType.i16, (ROWS * self.size, self.width), "output", team)
+        y = Buffer("y", DType.i16, (ROWS * self.size, self.width), "output")
         self.live = [x, y]
         params = [x, y]
-        if self.rng.random() < 0.25:
-            params.append(Buffer("w", DType.i16, (ROWS * self.size, self.width), "input", "tp"))
-            self.live.append(params[-1])
         whole = View("y")
         if self.rng.random() < 0.8:
             self.add(Copy(src=View("x").expand(ROWS, self.width), dst=whole.chunk(0, self.size)))
@@ -102,7 +97,6 @@ class Draw:
         for buffer in [b for b in self.live if b.kind == "symmetric"]:
             if self.rng.random() < 0.95:
                 self.release(buffer)
-        self.part(params)
         return Program(
             teams=tuple(self.teams),
             tables=self.used_tables(),
@@ -130,17 +124,6 @@ class Draw:
     def used_tables(self) -> tuple[Table, ...]:
         used = {op.splits for op in self.ops if isinstance(op, Collective)}
         return tuple(table for table in self.tables if table.name in used)
-
-    def part(self, params: list[Buffer]) -> None:
-        """Nobody ends before its peers are done with what it registered; mostly."""
-        mine = [b.name for b in params if b.registered and b.name in self.reached]
-        if not mine or self.rng.random() < 0.1:
-            return
-        stream = self.stream()
-        for before in {s for name in mine for s in self.last.get(name, {})} - {stream}:
-            if self.rng.random() < self.care:
-                self.order(before, stream)
-        self.ops.append(Collective(kind="barrier", team="tp", stream=stream))
 
     # Ops
 
@@ -362,7 +345,7 @@ class Draw:
     def free(self) -> None:
         inputs = ("input",) if self.rng.random() < 0.2 else ()
         kinds = ("local", "symmetric", *inputs)
-        found = [b for b in self.live if b.kind in kinds and not b.registered]
+        found = [b for b in self.live if b.kind in kinds]
         if found:
             self.release(self.rng.choice(found))
 
@@ -377,15 +360,12 @@ class Draw:
             self.live.remove(buffer)
 
     def reachable(self) -> Buffer:
-        """A buffer that peers reach, and from now on do."""
+        """A buffer that peers reach."""
         slots = [b for b in self.live if b.team is not None]
         if not slots:
             self.alloc("symmetric")
             slots = self.live[-1:]
-        buffer = self.rng.choice(slots)
-        if buffer.registered:
-            self.reached.add(buffer.name)
-        return buffer
+        return self.rng.choice(slots)
 
     def announce(self, source: str, sink: str, to: RankIndex, awaited: RankIndex) -> None:
         """`source` tells a peer (or all) that it is here, and `sink` awaits the same of another."""

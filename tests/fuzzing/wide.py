@@ -99,13 +99,6 @@ class WideDraw(Draw):
             self.order(stream, other)
         self.last.clear()
 
-    def reachable(self) -> Buffer:
-        before = {*self.reached}
-        buffer = super().reachable()
-        if buffer.registered and buffer.name not in before:
-            self.settle()  # its owner's run has begun
-        return buffer
-
     def one_sided(self) -> None:
         super().one_sided()
         self.settle()

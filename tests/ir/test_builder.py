@@ -12,7 +12,6 @@ import pytest
 import interlace
 from interlace.errors import ProgramError
 from interlace.ir import (
-    Buffer,
     Call,
     Copy,
     DType,
@@ -326,22 +325,6 @@ def test_a_fresh_buffer_needs_its_call() -> None:
 def test_two_ways_to_name_a_team() -> None:
     with pytest.raises(ProgramError, match="not both"):
         interlace.program("f", team=2, mesh={"tp": 2})
-
-
-def test_registered_parameters() -> None:
-    with interlace.program("f", team=2) as p:
-        x = p.input("x", "f32", (4, 2), strides=(1, 4), registered=p.tp)
-        y = p.output("y", "f32", (4, 2), registered="tp")
-        p.copy(x, y)
-    text = str(p.program).splitlines()[0]
-    assert text == (
-        "def f(tp: Team[2], x: f32[4, 2].strides(1, 4).registered(tp), "
-        "y: out[f32[4, 2].registered(tp)]):"
-    )
-    assert parse(str(p.program)).params == p.program.params
-    assert [buffer.registered for buffer in p.program.params] == [True, True]
-    assert not Buffer("s", DType.f32, (4,), "symmetric", "tp").registered
-    assert not Buffer("x", DType.f32, (4,), "input").registered
 
 
 def test_generated_programs_name_no_line_of_python() -> None:

@@ -79,17 +79,6 @@ def test_what_stands_around_the_ops(old: str, new: str, what: str, fix: str) -> 
     assert_told(refused(BASE.replace(old, new, 1)), what, fix)
 
 
-@pytest.mark.parametrize(("declared", "op", "what", "fix"), rows("registered", 4))
-def test_what_cannot_be_registered(declared: str, op: str, what: str, fix: str) -> None:
-    head = f"def f(tp: Team[2], dp: Team[2], x: {declared}):\n    rows = table(tp, 1, 3)\n"
-    assert_told(refused(f"{head}    {op}"), what, fix)
-
-
-def test_peers_reach_what_is_registered() -> None:
-    op = "main: get(x[0], x[1], peer=tp.rank + 1)"
-    validate(parse(f"def f(tp: Team[2], x: f32[4, 4].registered(tp)):\n    {op}"))
-
-
 def test_a_rank_that_is_in_no_group_of_a_buffers_team() -> None:
     text = BASE.replace("dp: Team[2]", "dp: Team[[5, 6]]").replace("symmetric=tp", "symmetric=dp")
     assert_told(refused(text), "no group of team 'dp' has it", "add the rank to a group")

@@ -9,6 +9,7 @@ import gc
 import re
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ from tests.support.pool import Pool
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from interlace.comm.host import registered
+from interlace.comm.host import slots
+from interlace.comm.host.shared_memory import Segment
 from interlace.errors import BackendError
 from interlace.ir import Collective
 from interlace.optim import LayerWise
@@ -77,19 +79,22 @@ def unmapped(seed: int) -> tuple[list[bool], list[str]]:
     """Whether ranks copy weights where one cannot share memory, and where all can; and what of the
     weights differs then.
     """
-    tell, made = registered.tell, []
+    share, made = slots.share, []
 
-    def refuse(team: Any, topic: str, note: Any, writes: Any, *facts: Any) -> Any:
-        refused = BackendError("memory that no peer can map") if dist.get_rank() == 1 else facts[0]
-        return tell(team, topic, note, writes, refused, *facts[1:])
+    def refuse(*facts: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                why = BackendError("memory that no peer can map")
+                patch.setattr(Segment, "create", mock.Mock(side_effect=why))
+            return share(*facts)
 
     def as_on_gpus(make: Any, transport: str, device: torch.device) -> BucketRuns:
         return by_copies_if_possible(make, transport, torch.device("cuda"))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("interlace.optim.layer_wise.optimizer.by_copies_if_possible", as_on_gpus)
-        for told in (refuse, tell):
-            patch.setattr(registered, "tell", told)
+        for shared in (refuse, share):
+            patch.setattr(slots, "share", shared)
             module = model(seed)
             with slowly(seed), layer_wise(module, "ours", check_replicas_every=1) as optimizing:
                 train(optimizing, module, seed, range(4))

@@ -7,7 +7,7 @@ weight `w` of each rank; results are compared with the reference interpreter on 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -216,14 +216,12 @@ def prepared(kind: str, before_op: BeforeOp | None = None, **options: Any) -> Ex
 def executor_of(
     program: Program | str,
     before_op: BeforeOp | None = None,
-    registered: Mapping[str, torch.Tensor] | None = None,
     **options: object,
 ) -> Executor:
     """An Executor over the default group, which is the team `tp`."""
     made = Options.from_dict({"timeout_s": 20.0, **options})
     own = parse(program) if isinstance(program, str) else program
-    given = {"groups": {"tp": world_group()}, "registered": registered, "options": made}
-    return Executor(own, before_op=before_op, **given)
+    return Executor(own, groups={"tp": world_group()}, options=made, before_op=before_op)
 
 
 Outcome = tuple[str, str, float]

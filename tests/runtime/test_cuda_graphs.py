@@ -494,14 +494,12 @@ def test_graphs_that_copy_few_bytes_go_where_memory_is_another(much: Graphed) ->
 
 
 SENDS = """
-def step(
-    tp: Team[2], x: f32[4], v: f32[4].registered(tp), w: f32[4], y: out[f32[4]], z: out[f32[4]]
-):
+def step(tp: Team[2], x: f32[4], w: f32[4], y: out[f32[4]], z: out[f32[4]]):
     slots = alloc(f32[2, 4], symmetric=tp)
     main: put(x, slots[tp.rank], peer=tp.rank + 1)
     main: notify(ready, to=tp.rank + 1)
     main: expect(ready, tp.rank - 1)
-    main: get(v, y, peer=tp.rank + 1)
+    main: get(slots[tp.rank], y, peer=tp.rank + 1)
     main: call("aten.mul.out", w, slots[tp.rank + 1], out=z)
 """
 
@@ -511,7 +509,6 @@ def test_what_put_and_get_reach_is_told_to_the_graphs() -> None:
         assert not graphs_file.Graphs(fake.engine).crossing
         context = fake.engine.context
         object.__setattr__(context.plan, "program", parse(SENDS))
-        context.values.registered = {"v": mock.Mock()}  # whose memory stays
         assert graphs_file.Graphs(fake.engine).crossing == {"x", "y", "slots"}
 
 

@@ -13,7 +13,6 @@ import torch
 from tests.runtime.cuda_sites import SERVED, program
 from tests.support.fake_cuda import MAIN, Fake, FakeSpace, fake_engine
 from tests.support.fake_device import Entry, simulate
-from tests.support.registered import REGISTERED, TEXTS
 
 from interlace.ir import Program, parse
 from interlace.options import Options
@@ -39,7 +38,6 @@ class Replays:
     def __init__(self, made: Program, stack: contextlib.ExitStack, **options: Any) -> None:
         assert check(made).sound
         (team,) = made.teams
-        self.held = {b.name: [zeros(b) for _ in made.world] for b in made.params if b.registered}
         plans = [
             Plan(made, made.instantiate(rank), lambda _, asked: asked or "nccl")
             for rank in made.world
@@ -51,7 +49,7 @@ class Replays:
         self.logs: list[list[list[Entry]]] = []
         for rank in made.world:
             given = Options(graph=True, **options)
-            fake = stack.enter_context(fake_engine(made, rank, given, registered=self.held))
+            fake = stack.enter_context(fake_engine(made, rank, given))
             raised = {
                 member: {signal: values[rank] for signal, values in signals.items()}
                 for member, signals in enumerate(told)
@@ -74,7 +72,6 @@ class Replays:
         for number in range(RUNS):
             log.clear()
             given = {b.name: zeros(b) for b in context.plan.program.params}
-            given |= {name: tensors[context.plan.rank] for name, tensors in self.held.items()}
             graphs.issue(number & 1, given)
             runs.append([*before, *log, ("record", MAIN, -1 - number, "over")])
             before = []
@@ -137,23 +134,6 @@ def test_what_is_sound_ends_and_reads_nothing_too_early(
 
         for number in range(TRIES):
             put.clear()
-            assert not simulate(replays.logs, random.Random(seed + number), look)
-
-
-@few_and_many
-@pytest.mark.parametrize("kind", TEXTS)
-def test_peers_touch_what_is_registered_only_in_its_ranks_own_run(kind: str, seed: int) -> None:
-    with contextlib.ExitStack() as stack:
-        replays = Replays(parse(TEXTS[kind](3)), stack)
-        tensors = replays.held[REGISTERED[kind]]
-
-        def look(rank: int, run: int, entry: Entry, over: Any) -> None:
-            for peer, theirs in enumerate(tensors):
-                first, end = theirs.data_ptr(), theirs.data_ptr() + theirs.nbytes
-                touched = entry[2:4] if entry[0] == "copy" and peer != rank else ()
-                assert over(peer) == run - 1 or not any(first <= at < end for at in touched)
-
-        for number in range(TRIES):
             assert not simulate(replays.logs, random.Random(seed + number), look)
 
 

@@ -42,7 +42,7 @@ def test_other_results_are_copies(seed: int) -> None:
     assert (number, found[2]) == (3, None)
     assert torch.equal(found[3], x)
     assert found[3].data_ptr() != x.data_ptr()
-    assert found[4] is held  # registered: no other replay writes it but where the caller wants it
+    assert found[4] is held
 
 
 def test_static_results_are_the_graphs_own() -> None:

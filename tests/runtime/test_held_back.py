@@ -58,13 +58,6 @@ def fetched(tp: Team[2], x: f32[{n}], y: out[f32[{n}]]):
     main: get(full[tp.rank].view({n}), peer=tp.rank + 1, dst=y)
     main: free(full)
 """
-REGISTERED = """
-def registered(tp: Team[2], x: f32[{n}], full: out[f32[2, {n}].registered(tp)], y: out[f32[{n}]]):
-    main: all_gather(x.view(1, {n}), full, team=tp)
-    {}
-    main: get(full[tp.rank].view({n}), peer=tp.rank + 1, dst=y)
-    main: barrier(team=tp)
-"""
 EVENT, BARRIER = ("comm: record(e)", "main: wait(e)"), ("main: barrier(team=tp)",)
 OPS = {
     "all_reduce": 'all_reduce(x, a, reduce="sum", team=tp)',
@@ -74,7 +67,7 @@ OPS = {
     "message": "group(send(x, peer=tp.rank + 1), recv(a, peer=tp.rank + 1))",
 }
 FORMS = {kind: (SIGNALLED.replace("{op}", op), ("", ""), EVENT) for kind, op in OPS.items()}
-FORMS |= {"fetched": (FETCHED, ("",), BARRIER), "registered": (REGISTERED, ("",), BARRIER)}
+FORMS |= {"fetched": (FETCHED, ("",), BARRIER)}
 CASES = [pytest.param(*form, id=name) for name, form in FORMS.items()]
 
 
@@ -117,22 +110,15 @@ def wrong_runs(
     wrong = 0
     options = Options(transport=backend, timeout_s=20.0)
     groups = groups or {team.name: world_group() for team in program.teams}
-    params = program.instantiate(rank).params
-    registered = {b.name: torch.empty(b.shape) for b in params if b.registered}  # pyright: ignore[reportArgumentType, reportCallIssue]
-    inputs_here = [b.name for b in params if b.kind == "input"]
     with contextlib.ExitStack() as stack:
         if not proved:
             stack.enter_context(mock.patch.object(Report, "raise_if_unsound"))
         stack.enter_context(held_back(seed * 8 + rank))
-        executor = Executor(program, groups=groups, options=options, registered=registered)
+        executor = Executor(program, groups=groups, options=options)
         stack.enter_context(executor).prepare()
         for turn in range(runs):
             inputs = [given(program, each, seed + turn) for each in range(world)]
-            mine = [
-                registered[name].copy_(x) if name in registered else x.clone()
-                for name, x in zip(inputs_here, inputs[rank], strict=True)
-            ]
-            found = [x.clone() for x in executor.run(mine)]
+            found = [x.clone() for x in executor.run([x.clone() for x in inputs[rank]])]
             wanted = run_ranks(program, inputs)[rank]
             wrong += not all(map(torch.equal, found, wanted))
     return wrong

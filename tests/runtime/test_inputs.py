@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -116,17 +115,6 @@ def test_zeros_lie_in_one_place_but_for_what_is_written() -> None:
     assert looked.fit(apart)
     full = [t.untyped_storage().data_ptr() for t in apart if t.numel()]
     assert len(set(full)) == len(full)
-
-
-def test_zeros_leave_no_room_for_what_is_registered() -> None:
-    held: Any = SimpleNamespace(tensor=torch.ones(8, 6), address=0)
-    text = f"def f(a: f32[8, 6], b: {KINDS['dense']}):\n    return a"
-    looked = Parameters(
-        "f", "input", parse(text).params, torch.device("cpu"), registered={"a": held}
-    )
-    a, b = looked.zeros(())
-    assert a is held.tensor
-    assert b.untyped_storage().nbytes() == 4 * 6 * 4
 
 
 def test_addresses_are_those_of_the_tensors_in_order() -> None:

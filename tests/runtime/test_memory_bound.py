@@ -51,10 +51,9 @@ def drawn(rng: random.Random) -> tuple[Program, list[torch.Tensor]]:
 
 
 def runs_here(program: Program) -> bool:
-    """True if it is sound one op after another, of one group, registers no memory, and all ends on
-    the thread of the run."""
-    apart = any(buffer.registered for buffer in program.params) or len(program.teams) > 1
-    apart = apart or any(op.ordering().messages for op in program.ops)
+    """True if it is sound one op after another, of one group, and all ends on the thread of
+    the run."""
+    apart = len(program.teams) > 1 or any(op.ordering().messages for op in program.ops)
     apart = apart or any(isinstance(op, Collective) and op.backend == "gloo" for op in program.ops)
     return not apart and check(program, in_order=True).sound
 

@@ -154,7 +154,7 @@ class Arbitrary:
 
     def buffer(self, *kinds: str) -> Buffer:
         kind = self.rng.choice(kinds or ("local", "symmetric", "fresh"))
-        shared = kind == "symmetric" or (kind in ("input", "output") and self.flag())
+        shared = kind == "symmetric"
         placed = {} if not kinds else {"storage": None, "offset": 0}
         return self.of(Buffer, kind=kind, team=self.team() if shared else None, **placed)
 

@@ -16,16 +16,15 @@ import itertools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 
-from interlace.comm import Registered
 from interlace.comm.control import NBYTES, Control
-from interlace.comm.cuda.memory import slot_keys, tensor_at
+from interlace.comm.cuda.memory import slot_keys
 from interlace.comm.host.shared_memory import Segment
 from interlace.comm.rendezvous.liveness import PeerProcess, identity
 from interlace.ir import Call, Get, Program, View
@@ -46,7 +45,6 @@ from interlace.runtime.executor import RunLabel
 from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Parameters
 from interlace.runtime.prepare.plan import Plan
-from interlace.runtime.prepare.registered import written
 from interlace.runtime.run_sizes import RunSizes
 from interlace.runtime.values import ValueTable, nbytes
 
@@ -314,11 +312,6 @@ def exchanging(side: FakeSide, spec: Any, _sizes: Any, handle: Callable[[], int]
     return run
 
 
-def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's memory as bytes."""
-    return tensor_at(tensor.data_ptr(), tensor.numel() * tensor.itemsize, tensor.device)
-
-
 class Apart(dict[tuple[str, int], int]):
     """No two takes of a slot share memory."""
 
@@ -385,34 +378,22 @@ def fake_engine(
     rank: int,
     options: Options | None = None,
     beside: Fake | None = None,
-    registered: Mapping[str, Sequence[torch.Tensor]] | None = None,
     refuses: str | None = None,
 ) -> Iterator[Fake]:
     """The engine of one rank of a Program with one team or none; `beside` is another's of it.
 
-    `registered` has each registered parameter's tensor on every rank; `refuses` says why the GPU
-    has no kernels for Fused ops.
+    `refuses` says why the GPU has no kernels for Fused ops.
     """
     driver = FakeDriver() if beside is None else beside.driver
     device = torch.device("cpu")
     plan = Plan(program, program.instantiate(rank), lambda team, asked: asked or "nccl")
     resources, segments = alone_or_teamed(plan, driver, beside)
-    held = {
-        buffer: Registered(
-            theirs[rank],
-            rank,
-            tuple(memory_of(tensor) for tensor in theirs),
-            buffer in written(plan.program),
-        )
-        for buffer, theirs in (registered or {}).items()
-    }
     values = ValueTable(
         plan.program,
         plan.box,
         resources.slots,
         device,
         RunSizes({}),
-        registered=held,
     )
     options = options or Options()
     flight, limit = Flight(plan.program, rank), options.timeout_s or 60.0
@@ -422,7 +403,6 @@ def fake_engine(
             kind,
             [b for b in plan.program.params if b.kind == kind],
             device,
-            registered=held,
         )
         for kind in ("input", "output")
     )

@@ -311,13 +311,8 @@ class Machine:
             rank.memory[name].tensor(every_byte).fill_(255)
 
     def remote(self, rank: Rank, view: View, team: str, peer: Index) -> torch.Tensor:
-        """A view of what a peer shares, symmetric or registered, with this rank's indices."""
+        """A view of a peer's symmetric buffer, with this rank's indices."""
         buffer = rank.buffers[view.buffer]
-        if buffer.registered:
-            owner = self.ranks[rank.team(team)[1][rank.where.index(peer)]]
-            if owner.run != rank.run or owner.finished:
-                raise LifetimeFault(f"rank {rank.rank} reaches {view.buffer} out of a run there")
-            return owner.memory[view.buffer].tensor(rank.box(view))
         assert buffer.kind == "symmetric", f"{view.buffer} is not symmetric"
         rank.tensor(view)  # must be taken here
         key = self.slot_key(rank, buffer)

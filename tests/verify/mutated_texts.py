@@ -46,7 +46,7 @@ ODD = [
     *["\x00", "\u202e", "\u00e9", "\ud800", "S", "tp", "tp.rank", "tp.others", "self", "__class__"],
     *["Team[0]", "Team[[0, 0]]", "Team[[0], [0]]", "Team[200]", "Size[8]", "S // 0", "S // 3"],
     *["f32[0]", "f32[()]", "f64", "c128", "u8", "bool", 'storage="s"', "offset=8", "rng=True"],
-    *["mutates=True", "registered(tp)", "host_sync()", "record(e)", "wait(e)", "free(x)", "return"],
+    *["mutates=True", "host_sync()", "record(e)", "wait(e)", "free(x)", "return"],
     *["barrier(team=tp)", "ranks(0)", "rank(0)", "assume(S >= 1)", "table(tp, 1, 1)", "def"],
 ]
 """Words at the edges of the grammar, and beyond them. There are few ranks: a check of 1,000

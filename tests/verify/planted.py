@@ -27,7 +27,7 @@ from interlace.verify.source import Item, _Lowering
 from interlace.verify.sweep import Cell, Content, Sweep
 
 FOLDER = GOLDEN / "fuzz"
-ORDER, BIND, ENTER = _RunBuilder.order, _Lowering.bind, _RunBuilder.run
+ORDER, BIND = _RunBuilder.order, _Lowering.bind
 RESOLVE, MEET = Regions._resolve, GraphBuilder._meet
 
 
@@ -80,15 +80,6 @@ def as_it_is(self: Regions, spot: Any, where: Any) -> ByteRegion:
     )
 
 
-def without_callers(self: _RunBuilder) -> None:
-    enter, leave = self.place.source.enter, self.place.source.exit
-    touches = leave.touches
-    if enter is not None:
-        enter.touches = ()
-        leave.touches = tuple(touch for touch in touches if not touch.write)
-    ENTER(self)
-
-
 def not_in_turn(self: GraphBuilder, queue: Any, come: Any, standing: Any) -> None:
     for at in come.values():
         issued = self.meetings.queues[queue][at.place.rank]
@@ -107,7 +98,6 @@ PLANTED: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "collectives do not queue": (GraphBuilder, "_meet", not_in_turn),
     "nothing blocks": (HappensBefore, "awaited", without_blocks),
     "the host does not wait": (_RunBuilder, "order", host_goes_on),
-    "callers touch nothing": (_RunBuilder, "run", without_callers),
     "an event stays where it was first": (_Lowering, "bind", first_record),
     "the last notify counts": (Meetings, "first_raise", last_raise),
     "boxes meet as hulls do": (Sweep, "_meet", by_hull),

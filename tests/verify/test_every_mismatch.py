@@ -137,30 +137,3 @@ def test_values_that_do_not_grow_beside_those_in_no_order() -> None:
     body = f"{ordered}; side: notify(s, to=tp.rank + 1, value=3); main: copy(x, y)"
     (finding,) = found((IN, f"{body}; main: expect(s, tp.rank + 1)"), kind="signal")
     assert [op.role for op in finding.ops] == ["raises it to 2", "raises it to 3"]
-
-
-# Registered parameters
-
-
-@pytest.mark.parametrize("second", ["b: f32[8].registered(tp), ", ""], ids=["larger", "none"])
-def test_the_second_registered_parameter_disagrees(second: str) -> None:
-    alike = "a: f32[4].registered(tp), "
-    (finding,) = found(
-        (f"{alike}b: f32[4].registered(tp), {IN}", "main: copy(x, y)"),
-        (f"{alike}{second}{IN}", "main: copy(x, y)"),
-    )
-    assert finding.message.startswith(
-        "rank 0 registers b with team tp: an input f32[4]; on rank 1 it is "
-    )
-    assert finding.ranks == (0, 1)
-    (op,) = finding.ops
-    assert (op.role, op.buffer) == ("registers b: an input f32[4]", "b")
-
-
-@pytest.mark.parametrize(
-    ("one", "two", "count"),
-    [("f32[4, 1]", "f32[4, 1].strides(1, 7)", 0), ("f32[2]", "f32[2].strides(3)", 1)],
-)
-def test_strides_matter_where_there_is_a_second_element(one: str, two: str, count: int) -> None:
-    sides = [(f"a: {kind}.registered(tp), {IN}", "main: copy(x, y)") for kind in (one, two)]
-    assert len(found(*sides)) == count

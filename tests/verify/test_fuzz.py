@@ -39,7 +39,7 @@ MET = (
     *("Call", "Copy", "Fused", "Send", "Recv", "Group", "Put", "Get", "Notify", "Expect"),
     *("Alloc", "Free", "Record", "Wait", "HostSync", "Send in Group", "Expect in Fused"),
     *("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "gather"),
-    *("scatter", "reduce", "barrier", "registered", "table", "SPMD", "set"),
+    *("scatter", "reduce", "barrier", "table", "SPMD", "set"),
     *("2 ranks", "3 ranks", "1 runs", "2 runs", "3 runs", "1 teams", "2 teams", "3 teams"),
     *("1 streams", "2 streams", "3 streams"),
 )

@@ -164,13 +164,6 @@ RULES: list[tuple[str, str, set[str]]] = [
 ]  # fmt: skip
 
 
-def test_columns_of_what_is_registered_are_compared_by_their_bytes_in_every_run() -> None:
-    head = "x: f32[2, 2], w: out[f32[2, 2].registered(tp)], z: f32[2]"
-    body = """main: copy(w.select(1, 0), z)
-        side: put(x.select(1, 1), w.select(1, 1), peer=tp.rank + 1)"""
-    assert kinds(body, head) == {"race"}
-
-
 @pytest.mark.parametrize(("column", "found"), [(3, set[str]()), (5, {"race"})])
 def test_many_rows_whose_strides_do_not_divide_each_other(column: int, found: set[str]) -> None:
     """Every tenth element from 0, and every fifteenth from 3: none in common, of 105,000 rows."""

@@ -239,14 +239,6 @@ def test_uneven_parts_are_followed() -> None:
     assert checked(body + mm("full", 1)).kinds() == {"scale"}
 
 
-def test_registered_memory_has_no_origin() -> None:
-    with_blocks = QUANTISED + mm("full", 1)
-    params = "g: f32[4].registered(tp), x: bf16[4, 32], w: f8e4m3[16, 64]"
-    lines = [*with_blocks.splitlines(), "return y"]
-    body = "".join(f"    {line}\n" for line in lines)
-    assert check(parse(f"def f(tp: Team[3], {params}):\n{body}")).kinds() == {"scale"}
-
-
 def test_a_fault_is_told_once_and_of_the_ranks_that_have_it() -> None:
     first = QUANTISED + "got = empty(f8e4m3[8, 64])\nmain: copy(x8, got[0:4])\n"
     report = checked(

@@ -18,16 +18,15 @@ from interlace.comm.collectives import Spec, bind_collective
 from interlace.comm.control import Control
 from interlace.comm.host.messages import Mailbox, Transfer, exchange
 from interlace.comm.host.peer_collectives import bind_peer_collective, staged_nbytes
-from interlace.comm.host.registered import Registered, share_on_host
 from interlace.comm.host.shared_memory import Segment
 from interlace.comm.host.signals import BoundedWait, fence, stamp
 from interlace.comm.host.slots import Slot, SlotPool, Use
 from interlace.comm.host.workspace import Demand, Workspace
 from interlace.comm.rendezvous.board import Board
-from interlace.comm.resets import num_resets
 from interlace.comm.teams import (
     TeamComm,
     attending,
+    num_resets,
     release_teams,
     team_of,
 )

@@ -220,7 +220,7 @@ class Control:
 
     def heard(self) -> InterlaceError | None:
         """`failure`, for who asks many times a second."""
-        return self.failure()
+        return None if self.quiet() else self.failure()
 
     def cause(self) -> InterlaceError | None:
         """The error if a rank stopped, after a transfer of this rank's failed or stalled."""

@@ -53,11 +53,6 @@ def forget_unset(keys: Collection[str]) -> None:
             team.forget()
 
 
-def num_resets() -> int:
-    """Number of resets of process groups that this rank called."""
-    return sum(list(counts.values()))
-
-
 def _groups() -> list[dist.ProcessGroup]:
     """The process groups of several ranks, of which this is one."""
     if not (dist.is_available() and dist.is_initialized()):

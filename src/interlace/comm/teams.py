@@ -405,6 +405,11 @@ def reset_topic(key: str) -> str:
     return f"{key}/resets/{counts[key]}"
 
 
+def num_resets() -> int:
+    """Number of resets of process groups that this rank called."""
+    return sum(list(counts.values()))
+
+
 def check_process(group: weakref.ref[dist.ProcessGroup] | None = None) -> None:
     """Raises `TeamError` in a process that was forked from the one that made this group, or those
     that live: Note [Forked processes]."""

@@ -334,8 +334,6 @@ class _Counted:
 
     def _kind(self, buffer: Buffer) -> str | None:
         """The kind of memory that a run adds with a buffer; None of what stays the caller's."""
-        if buffer.registered:
-            return None
         if buffer.kind == "input":
             return "inputs" if buffer.name in self._frees else None
         if buffer.kind == "output" or buffer.name in self._returned:

@@ -190,12 +190,6 @@ class BufferOptions(TypedDict, total=False):
     strides: Sequence[int] | None
 
 
-class ParamOptions(BufferOptions, total=False):
-    """The same, with the team of a registered tensor."""
-
-    registered: TeamOrName
-
-
 class AllocOptions(BufferOptions, total=False):
     """The same, with the team of a symmetric buffer, and a place in a storage."""
 
@@ -326,19 +320,15 @@ class Builder:
         return table
 
     def input(
-        self, name: str, dtype: ElementType, shape: Sequence[Dim], **how: Unpack[ParamOptions]
+        self, name: str, dtype: ElementType, shape: Sequence[Dim], **how: Unpack[BufferOptions]
     ) -> Handle:
-        """A tensor that the caller gives.
-
-        With `registered` it is the same tensor in every run, which peers of that team read and
-        write where it lies.
-        """
+        """A tensor that the caller gives."""
         return self._param("input", name, dtype, shape, **how)
 
     def output(
-        self, name: str, dtype: ElementType, shape: Sequence[Dim], **how: Unpack[ParamOptions]
+        self, name: str, dtype: ElementType, shape: Sequence[Dim], **how: Unpack[BufferOptions]
     ) -> Handle:
-        """A tensor that a run fills and returns; `registered` as for inputs."""
+        """A tensor that a run fills and returns."""
         return self._param("output", name, dtype, shape, **how)
 
     def alloc(
@@ -627,10 +617,9 @@ class Builder:
         name: str,
         dtype: ElementType,
         shape: Sequence[Dim],
-        **how: Unpack[ParamOptions],
+        **how: Unpack[BufferOptions],
     ) -> Handle:
-        team = how.pop("registered", None)
-        self.params.append(self._buffer(kind, name, dtype, shape, team, **how))
+        self.params.append(self._buffer(kind, name, dtype, shape, **how))
         return self.handle(self.params[-1])
 
     def _alloc(self, buffer: Buffer) -> Handle:

@@ -417,7 +417,7 @@ class Group(Op):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Put(Op):
-    """`src` of this rank into `dst` of rank `peer`, of a symmetric or registered buffer."""
+    """`src` of this rank into `dst` of rank `peer`, of a symmetric buffer."""
 
     one_sided: ClassVar[bool] = True
     src: View = field(metadata=READ)
@@ -428,7 +428,7 @@ class Put(Op):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Get(Op):
-    """`src` of rank `peer`, of a symmetric or registered buffer, into `dst` here, or `src`."""
+    """`src` of rank `peer`, of a symmetric buffer, into `dst` here, or `src`."""
 
     one_sided: ClassVar[bool] = True
     src: View = field(metadata=written(access="read", of_peer=True))

@@ -238,7 +238,7 @@ class Meetings(Generic[T]):
         return key
 
     def slot(self, where: Where, buffer: Buffer) -> Slot:
-        """The slot that a symmetric buffer takes; of what is registered, its name."""
+        """The slot that a symmetric buffer takes."""
         if buffer.team is None:
             raise TeamError(f"the symmetric buffer {buffer.name} has no team")
         return self.team(where, buffer.team), buffer.storage or buffer.name

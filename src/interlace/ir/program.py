@@ -363,7 +363,7 @@ def exchanged_sizes(program: Program) -> frozenset[str]:
     """The named sizes that what ranks exchange depends on: all ranks must run the same of them."""
     tables = [size for table in program.tables for size in table.values]
     buffers = program.buffers().values()
-    shared = {b.name: b for b in buffers if b.kind == "symmetric" or b.registered}
+    shared = {b.name: b for b in buffers if b.kind == "symmetric"}
     found: list[object] = [*tables, *_dimensions(shared.values())]
     box = program.boxes(program.world[0] if program.rank is None else program.rank)
     with deciding(program.sizes):

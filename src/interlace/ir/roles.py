@@ -943,10 +943,14 @@ def items_of(node: ast.expr | None) -> list[ast.expr]:
 
 MODIFIERS = {
     "strides": Signature(rest=True),
-    "registered": Signature(("team",), (), ("team",)),
     "named": Signature(("name",), (), ("name",)),
 }
 """Modifiers that may follow the type of a buffer."""
+GONE = {
+    "registered": "copy it from or to a symmetric buffer, which peers reach: alloc(..., "
+    "symmetric=tp)"
+}
+"""Modifiers that went, with what takes their place."""
 _COMPLEX = Signature(("real", "imag"), (), ("real", "imag"))
 
 
@@ -970,8 +974,6 @@ def write_type(text: Printer, buffer: Buffer, name: str | None = None) -> str:
     words = f"{buffer.dtype}[{shape}]"
     if buffer.strides is not None:
         words += f".strides({', '.join(map(str, buffer.strides))})"
-    if buffer.registered:
-        words += f".registered({name_or_string(str(buffer.team))})"
     return words if name is None or buffer.name == name else words + real_name(buffer.name)
 
 
@@ -992,13 +994,11 @@ def _modified(text: Reader, base: Declared, func: ast.Attribute, node: ast.Call)
     """A buffer type with one more modifier."""
     word, signature = func.attr, MODIFIERS.get(func.attr)
     if signature is None:
-        fix = did_you_mean(word, MODIFIERS, "modifiers are")
+        fix = GONE.get(word) or did_you_mean(word, MODIFIERS, "modifiers are")
         raise text.fail(func, f"a buffer type has no modifier {word!r}", fix)
     args = text.bind(node, word, signature)
     if word == "strides":
         changes: Fields = {"strides": tuple([SIZE.read(text, each) for each in args.rest])}
-    elif word == "registered":
-        changes = {"team": NAME.read(text, args["team"])}
     else:
         changes = {"name": STRING.read(text, args["name"])}
     return Declared(base.dtype, base.shape, {**base.changes, **changes})

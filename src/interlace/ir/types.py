@@ -291,9 +291,6 @@ class Buffer:
     `kind` says where the storage comes from: `input` and `output` from the caller (an input may be
     written), `local` from the arena, `symmetric` from the pool of `team` (present on
     every rank and readable by its peers), `fresh` from torch, anew in every run.
-
-    An input or output with a `team` is registered with it: one and the same tensor in every run,
-    which peers read and write where it lies.
     """
 
     name: str
@@ -307,11 +304,6 @@ class Buffer:
     """Local buffers with the same storage name share its bytes, each from its `offset`."""
     offset: int = 0
     """Bytes from the start of `storage`: a number for all sizes of a class."""
-
-    @property
-    def registered(self) -> bool:
-        """True if it is memory of the caller that peers reach."""
-        return self.team is not None and self.kind in ("input", "output")
 
 
 def contiguous_strides(sizes: tuple[Int, ...]) -> tuple[Int, ...]:

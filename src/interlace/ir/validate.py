@@ -249,16 +249,10 @@ class Checker:
                     f"{name!r} has too many dimensions or bytes",
                     f"keep to {MAX_DIMS} dimensions, and to what 64 bits count in bytes",
                 )
-        if (buffer.team is not None) != (buffer.kind == "symmetric" or buffer.registered):
+        if (buffer.team is not None) != (buffer.kind == "symmetric"):
             raise self.fault(
                 f"{name!r} is {buffer.kind} and has {'no' if buffer.team is None else 'a'} team",
-                "a symmetric buffer, a registered parameter, and no other, has a team: alloc(..., "
-                "symmetric=tp), or x: f32[8, 4].registered(tp)",
-            )
-        if buffer.registered and strides is not None and 0 in strides:
-            raise self.fault(
-                f"{name!r} is registered, but its elements overlap (a stride of 0)",
-                "register the tensor that was expanded",
+                "a symmetric buffer, and no other, has a team: alloc(..., symmetric=tp)",
             )
         if buffer.offset < 0 or (buffer.offset and buffer.kind != "local"):
             raise self.fault(
@@ -681,14 +675,13 @@ class Checker:
         return [place == root for place, root in zip(places, self.indices(op.root), strict=True)]
 
     def remote(self, view: View, team: str | None) -> None:
-        """A view of a peer's memory: of a symmetric or registered buffer of that team."""
+        """A view of a peer's memory: of a symmetric buffer of that team."""
         buffer = self.buffer(view)
         if buffer.team != team:
-            word = "registered" if buffer.registered else buffer.kind
-            of = word if buffer.team is None else f"{word} on {buffer.team!r}"
+            of = buffer.kind if buffer.team is None else f"{buffer.kind} on {buffer.team!r}"
             fix = f"declare it {buffer.name} = alloc(..., symmetric={team})"
             if buffer.kind in ("input", "output"):
-                fix = f"register it with the team: {buffer.name}: f32[...].registered({team})"
+                fix = f"copy it from or to a buffer that they reach: alloc(..., symmetric={team})"
             raise self.fault(f"{buffer.name!r} is {of}: peers of {team!r} cannot reach it", fix)
 
     def fused(self, op: Fused) -> None:

@@ -64,38 +64,49 @@ class Move:
     target: int
     sent: Handle | None
     taken: Handle | None
+    region: int
+    """Number of the region at its source, from which it may go to several ranks."""
+    numel: int
 
 
-def write_moves(p: Builder, moves: Sequence[Move], rank: int, team: str, how: str) -> None:
-    """Writes this rank's part of moves: one group of messages; or targets `get` from the registered
-    memory of sources; or sources `put` into that of targets. Who does that waits for each peer in
-    turn.
+def write_moves(p: Builder, moves: Sequence[Move], rank: int, team: str, slot: str) -> None:
+    """Writes this rank's part of moves: one group of messages; or, through a `slot` of that element
+    type, in which sources lay their regions and from which targets get them, one peer after
+    another.
     """
-    sent = [(move, move.target) for move in moves if move.source == rank]
-    taken = [(move, move.source) for move in moves if move.target == rank]
-    if how == "messages":
+    sent = [move for move in moves if move.source == rank]
+    taken = [move for move in moves if move.target == rank]
+    if not slot:
         if sent or taken:
             with p.group():
-                for move, peer in sent:
-                    p.send(_known(move.sent), peer, team=team)
-                for move, peer in taken:
-                    p.recv(_known(move.taken), peer, team=team)
+                for move in sent:
+                    p.send(_known(move.sent), move.target, team=team)
+                for move in taken:
+                    p.recv(_known(move.taken), move.source, team=team)
         return
-    acting, waiting = (taken, sent) if how == "get" else (sent, taken)
-    write = p.get if how == "get" else p.put
-    peers = dict.fromkeys(peer for _, peer in acting)
-    others = sorted({peer for _, peer in waiting})
-    for peer in others:
+    if not moves:
+        return
+    starts, ends = dict[tuple[int, int], int](), dict[int, int]()
+    for move in moves:
+        if (key := (move.source, move.region)) not in starts:
+            starts[key] = ends.get(move.source, 0)
+            ends[move.source] = starts[key] + move.numel
+    regions = p.alloc("regions", slot, (max(ends.values()),), symmetric=team)
+
+    def place(move: Move) -> Handle:
+        start = starts[move.source, move.region]
+        return regions[start : start + move.numel]
+
+    for move in {move.region: move for move in sent}.values():
+        p.copy(_known(move.sent), place(move))
+    for peer in sorted({move.target for move in sent}):
         p.notify("there", peer, team=team)
-    for peer in peers:
+    for peer in dict.fromkeys(move.source for move in taken):
         p.expect("there", peer, team=team)
-        for move, other in acting:
-            if other == peer:
-                write(_known(move.sent), _known(move.taken), peer=peer, team=team)
-    for peer in peers:
-        p.notify("over", peer, team=team)
-    for peer in others:
-        p.expect("over", peer, team=team)
+        for move in taken:
+            if move.source == peer:
+                p.get(place(move), _known(move.taken), peer=peer, team=team)
+    p.free(regions)
 
 
 def _known(place: Handle | None) -> Handle:
@@ -111,21 +122,21 @@ class BucketExchange:
     about: str
     """The parameters, for messages."""
     peer: bool
-    """True if owners read gradients outside their shard from the peer's memory, and nothing is
-    sent; weights go by `copies` then."""
+    """True if owners get gradients outside their shard from the peer's slot, and nothing is sent;
+    weights go by `copies` then."""
     copies: bool
-    """True if weights are copied from their owners' memory: on GPUs by copy engines, which leave
+    """True if weights are copied from slots of their owners: on GPUs by copy engines, which leave
     every SM to the updates and the forward, while a collective would wait on some of them."""
 
     def reduced(self, name: str, tensor: torch.Tensor, op: str, ranks: int, rank: int) -> Program:
         """Gradients: shards are reduced, and what another rank owns of a shard goes to it."""
         messages = self.plan.messages()
         with interlace.program(name, mesh={"dp": ranks}, lines=False) as p:
-            flat = self._flat(p, tensor, shared=self.peer and bool(messages))
+            flat, kind = _flat(p, tensor)
             moves = [_move(flat, m.holder, m.owner, m.start, m.stop) for m in messages]
             with p.stream("comm"), p.module(self.about):
                 p.reduce_scatter(flat, flat[p.dp.rank], reduce=REDUCES[op])
-                write_moves(p, moves, rank, "dp", "get" if self.peer else "messages")
+                write_moves(p, moves, rank, "dp", kind if self.peer else "")
         return p.program.instantiate(rank) if messages else p.program
 
     def gathered(self, name: str, tensor: torch.Tensor, ranks: int, rank: int) -> Program:
@@ -134,7 +145,7 @@ class BucketExchange:
         """
         copies, messages = self.copies and ranks > 1, self.plan.messages()
         with interlace.program(name, mesh={"dp": ranks}, lines=False) as p:
-            flat = self._flat(p, tensor, shared=copies)
+            flat, kind = _flat(p, tensor)
             with p.stream("comm"), p.module(self.about):
                 if copies:
                     moves = [
@@ -145,22 +156,23 @@ class BucketExchange:
                     ]
                     # each rank begins with another
                     moves.sort(key=lambda move: (move.source - rank) % ranks)
-                    write_moves(p, moves, rank, "dp", "get")
+                    write_moves(p, moves, rank, "dp", kind)
                 else:
                     moves = [_move(flat, m.owner, m.holder, m.start, m.stop) for m in messages]
-                    write_moves(p, moves, rank, "dp", "messages")
+                    write_moves(p, moves, rank, "dp", "")
                     p.all_gather(flat[p.dp.rank], flat)
         return p.program.instantiate(rank) if copies or messages else p.program
 
-    def _flat(self, p: Builder, tensor: torch.Tensor, *, shared: bool) -> Handle:
-        """The one buffer; `shared`: peers read it."""
-        registered = "dp" if shared else None
-        return p.input("flat", NAMES[tensor.dtype], (tensor.numel(),), registered=registered)
+
+def _flat(p: Builder, tensor: torch.Tensor) -> tuple[Handle, str]:
+    """The one buffer, and its element type."""
+    kind = NAMES[tensor.dtype]
+    return p.input("flat", kind, (tensor.numel(),)), kind
 
 
 def _move(flat: Handle, source: int, target: int, start: int, stop: int) -> Move:
     """A region that has the same place in both buffers."""
-    return Move(source, target, flat[start:stop], flat[start:stop])
+    return Move(source, target, flat[start:stop], flat[start:stop], start, stop - start)
 
 
 class BucketRuns:
@@ -250,14 +262,8 @@ def prepared(
 ) -> Executor:
     """The Executor of a Program of one team and these parameters, closed when `made` is."""
     program = write(group.size(), group.rank())
-    given = zip(program.params, tensors, strict=True)
-    executor = Executor(
-        program,
-        groups={program.teams[0].name: group},
-        device=tensors[0].device,
-        options=options,
-        registered={param.name: tensor for param, tensor in given if param.registered},
-    )
+    groups = {program.teams[0].name: group}
+    executor = Executor(program, groups=groups, device=tensors[0].device, options=options)
     made.callback(executor.close)
     executor.prepare()
     made.callback(executor.synchronize)

@@ -55,7 +55,7 @@ def dependencies(program: Program, listed: bool = True, touched: Touched | None 
     With `listed`, also those that need only stand before it in the list: they keep the ranks in
     step (an Expect after the Notify of its value), but no stream need wait for them. `touched` are
     the accesses of the ops, where the caller has them. Raises PassError for what strategies never
-    write: registered memory, and one-sided ops and signals of ranks by number.
+    write: one-sided ops and signals of ranks by number.
     """
     edges: Edges = [set() for _ in program.ops]
     touched = touched or touched_by(program)
@@ -293,15 +293,13 @@ def _signal_edges(
                         _order(program, name, team, x, y, edges, meetings)
 
 
-def _by_hand(program: Program, why: str) -> PassError:
-    """The error for what strategies never write."""
-    return PassError(f"{program.name}: {why}. fix: leave such a Program as it is written")
-
-
 def _refuse_number(program: Program, op: Op, peer: Index | Others | None) -> None:
+    """Raises for a peer that strategies never write."""
     if isinstance(peer, int):
-        why = f"{op} names a rank by number: passes take peers at a distance, such as tp.rank + 1"
-        raise _by_hand(program, why)
+        raise PassError(
+            f"{program.name}: {op} names a rank by number: passes take peers at a distance, such "
+            "as tp.rank + 1. fix: leave such a Program as it is written"
+        )
 
 
 def _teams(program: Program, overlaps: Overlaps, touched: Touched) -> dict[str, _Team]:
@@ -324,9 +322,6 @@ def _teams(program: Program, overlaps: Overlaps, touched: Touched) -> dict[str, 
             for access in accesses:
                 buffer = shared.get(access.view.buffer)
                 if buffer is not None and buffer.team is not None:
-                    if buffer.registered:
-                        why = f"{buffer.name!r} is registered: passes do not see its caller"
-                        raise _by_hand(program, why)
                     _refuse_number(program, op, access.peer)
                     team, peer = teams[buffer.team], access.peer
                     offset = peer.offset % team.size if isinstance(peer, RankIndex) else 0

@@ -165,9 +165,9 @@ def lower(
     such a Program is left as it is.
     """
     orders = [op.ordering() for op in program.ops]
-    by_hand = any(op.one_sided for op in program.ops) or any(b.registered for b in program.params)
+    by_hand = any(op.one_sided for op in program.ops)
     if by_hand or any(order.messages or order.raises or order.expects for order in orders):
-        text = "left as written: it has messages, signals, one-sided copies or registered memory"
+        text = "left as written: it has messages, signals or one-sided copies by hand"
         return program.remarked([Remark("lower", text)])
     made = run_pipeline(program, lowering(options, machine, protocol, chunks))
     pinned = {n: v for n, v in made.sizes.pinned.items() if n not in program.sizes.pinned}

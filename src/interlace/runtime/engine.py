@@ -18,7 +18,6 @@ from interlace.comm import (
     BoundedWait,
     Contacts,
     HostsControl,
-    Registered,
     Slot,
     TeamComm,
     Use,
@@ -32,7 +31,6 @@ from interlace.runtime.calling.calls import Outputs, Results
 from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Parameters
 from interlace.runtime.prepare.plan import Plan
-from interlace.runtime.prepare.registered import Wanted
 from interlace.runtime.values import ValueTable
 
 if TYPE_CHECKING:
@@ -55,7 +53,6 @@ class TeamResources:
     """The takes of the run under way, by buffer."""
     graph_spaces: tuple[Mapping[str, Any], ...] = ()
     """On CUDA, by team: the words of the graph of even runs, and of odd ones."""
-    registered: Mapping[str, Registered] = field(default_factory=dict[str, Registered])
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +64,6 @@ class ShareRequest:
     device: torch.device
     graph: bool
     timeout_s: float
-    registered: Wanted
     backends: Sequence[tuple[str, str]]
     """Team and name of each backend that a rank of the team needs, in the order of connecting."""
     programs: Callable[[], Sequence[Program]]
@@ -112,10 +108,7 @@ class EngineContext:
 
     def let_go(self) -> None:
         """Lets go of the callers' tensors: a closed engine may wait long for the collector."""
-        self.values.registered = {}
         self.values.sizes.clear()
-        self.inputs.let_go()
-        self.outputs.let_go()
 
     def wait(self, index: int, check: Callable[[], None]) -> BoundedWait:
         """Bounded wait of op `index`."""

@@ -51,7 +51,6 @@ from interlace.runtime.flight import Flight, measured
 from interlace.runtime.inputs import Measure, Parameters, measured_sizes, measures
 from interlace.runtime.prepare.agreement import Agreement, agree_and_prove, program_rank
 from interlace.runtime.prepare.plan import Plan, backends_of, with_backends
-from interlace.runtime.prepare.registered import collect
 from interlace.runtime.run_sizes import RunSizes
 from interlace.runtime.values import ValueTable, laid_out
 
@@ -164,14 +163,12 @@ class Executor:
         options: Options | None = None,
         before_op: BeforeOp | None = None,
         host: Collection[str] = (),
-        registered: Mapping[str, torch.Tensor] | None = None,
         operators: Collection[str] = (),
     ) -> None:
         """`groups` has a process group for each team of the Program that this rank is in.
 
         `host` names buffers that stay on the CPU although the device is a GPU; only torch's own
-        operators may touch them. `registered` has the tensor of each registered parameter, which
-        the Executor keeps alive; every run is given that tensor, at that address.
+        operators may touch them.
         `operators` names operators, or namespaces of them, that the Program may call although they
         are not torch's own; a schedule from a file is a stranger's.
         `before_op(rank, index, op)` is called before each op, on the op's stream, for tests.
@@ -185,7 +182,6 @@ class Executor:
         self.rank = program_rank(program, self._groups)
         self.before_op = before_op
         self.host = frozenset(host)
-        self._given = dict(registered or {})
         self._operators = frozenset(operators)
         self.limit_s = limit_s(self.options.timeout_s, self._groups.values())
         self._teams: dict[str, TeamComm] = {}
@@ -240,8 +236,7 @@ class Executor:
             stack.callback(self._lock.release)
             names = self._backend_name, self._teams
             program, used = with_backends(self.program, *names), backends_of(self.program, *names)
-            found = collect(self.program, self.rank, self._given, self.device)
-            given = [*self._teams.values()], limit, found, used, self.options
+            given = [*self._teams.values()], limit, used, self.options
             self.agreement = agree_and_prove(program, self.rank, *given)
             for team in teams:
                 team.setup(limit)
@@ -252,7 +247,7 @@ class Executor:
                 needed = zip(self._teams, self.agreement.backends, strict=True)
                 pairs = [(team, name) for team, names in needed for name in names]
                 pairs.sort(key=lambda pair: (BACKENDS.index(pair[1]), pair[0]))
-                facts = self.device, self.options.graph, limit, found.wanted, pairs
+                facts = self.device, self.options.graph, limit, pairs
                 together = functools.partial(self._together, program)
                 request = ShareRequest(plan, self._teams, *facts, together, self._kept.shared)
                 with settled(self.sizes):
@@ -344,11 +339,10 @@ class Executor:
             (team, name): self._teams[team].backend(name, self.device.type, self.limit_s)
             for team, name in self._backends
         }
-        resources = dataclasses.replace(self._shared, backends=connected, uses={}, registered={})
-        known = self.host, self._shared.registered
-        values = ValueTable(program, plan.box, resources.slots, self.device, run_sizes, *known)
+        resources = dataclasses.replace(self._shared, backends=connected, uses={})
+        values = ValueTable(program, plan.box, resources.slots, self.device, run_sizes, self.host)
         params = [[b for b in program.params if b.kind == k] for k in ("input", "output")]
-        facts = self.device, *known, run_sizes
+        facts = self.device, self.host, run_sizes
         # Sizes that no exchange depends on may be others on each rank.
         met = [name in self._exchanged for name in run_sizes.values]
         tag_at = functools.partial(agreement.tag_at, met)
@@ -543,7 +537,7 @@ class Executor:
         self._closed = True
         self._finalizer()
         self.engine, self._teams = None, {}
-        self._shared, self._given = TeamResources({}, {}, {}), {}
+        self._shared = TeamResources({}, {}, {})
 
     def __enter__(self) -> Executor:
         return self

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from interlace.comm import Registered
 from interlace.errors import ExecutorError
 from interlace.ir import Box, Buffer, DType, Program, contiguous_strides
 from interlace.ir.sizes import Size, SizeClass, number, numbers
@@ -97,15 +96,12 @@ class Parameters:
         params: Sequence[Buffer],
         device: torch.device,
         host: frozenset[str] = frozenset(),
-        registered: Mapping[str, Registered] | None = None,
         run_sizes: RunSizes | None = None,
     ) -> None:
-        """`host` names those on the CPU, `registered` those that are the same in every run."""
+        """`host` names those on the CPU."""
         self.program = program
         self.kind = kind
         self.names = tuple(buffer.name for buffer in params)
-        known = registered or {}
-        self._held = {i: known[name] for i, name in enumerate(self.names) if name in known}
         self._device, self._host = device, host
         self._asked = [whole(buffer) for buffer in params]
         self._boxes = list(self._asked)
@@ -116,14 +112,11 @@ class Parameters:
         self._makers: list[Callable[[], torch.Tensor]] = [torch.Tensor] * len(params)
         for index, box in enumerate(self._asked):
             (run_sizes or RunSizes({})).follow_box(box, functools.partial(self._size, index))
-        for index, held in self._held.items():
-            self._makers[index] = lambda held=held: held.tensor
 
     def _size(self, index: int, box: Box) -> None:
         self._boxes[index] = box
         self._known |= {f"sizes{index}": box.sizes, f"strides{index}": box.strides}
-        if index not in self._held:
-            self._makers[index] = maker(box, self._device)
+        self._makers[index] = maker(box, self._device)
 
     def _looking(self, then: str) -> Callable[[Sequence[torch.Tensor]], Any]:
         """Returns a function that gives `then`, of tensors `t0`, `t1` and so on, where they are on
@@ -165,7 +158,7 @@ class Parameters:
         return self._looking(f"({' '.join(at)})")
 
     def new(self) -> list[torch.Tensor]:
-        """Tensors for all of them: the registered ones, and for the others new ones."""
+        """New tensors for all of them."""
         made: list[torch.Tensor] = []
         for make in self._makers:  # a list comprehension costs a call
             made.append(make())
@@ -173,33 +166,13 @@ class Parameters:
 
     def zeros(self, written: Collection[str]) -> list[torch.Tensor]:
         """The same, zero. All but the `written` share memory: parameters may fill half the GPU."""
-        plain = [n not in written and i not in self._held for i, n in enumerate(self.names)]
+        plain = [name not in written for name in self.names]
         most = max(
             (number(box.hull[1]) for box, p in zip(self._boxes, plain, strict=True) if p), default=0
         )
         place = torch.zeros(most, dtype=torch.uint8, device=self._device).untyped_storage()
-        made: list[torch.Tensor] = []
-        for i, box in enumerate(self._boxes):
-            if plain[i]:
-                made.append(at(place, 0, box))
-            else:
-                made.append(self._held[i].tensor if i in self._held else self._makers[i]().zero_())
-        return made
-
-    def let_go(self) -> None:
-        """Lets go of the registered ones. No run comes after this."""
-        self._held, self._makers = {}, []
-
-    def check_places(self, tensors: Sequence[torch.Tensor]) -> None:
-        for index, held in self._held.items():
-            if tensors[index].data_ptr() != held.address:
-                name = self.names[index]
-                raise ExecutorError(
-                    f"{self.kind} {index} ({name!r}) of {self.program} is registered, and is not "
-                    "the tensor that it was registered with: peers reach memory at another "
-                    f"address. Give that tensor (registered[{name!r}]) in every run, and write "
-                    "into it; for another, make another Executor"
-                )
+        parts = zip(plain, self._boxes, self._makers, strict=True)
+        return [at(place, 0, box) if p else make().zero_() for p, box, make in parts]
 
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raises unless the tensors fit; in every run, since a shape can change in place."""

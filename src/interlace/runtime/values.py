@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from interlace import ir
-from interlace.comm import Registered, Slot, Use
+from interlace.comm import Slot, Use
 from interlace.errors import ExecutorError, ProgramError
 from interlace.ir.sizes import Int, greatest, numbers
 from interlace.runtime.run_sizes import RunSizes
@@ -143,12 +143,9 @@ class ValueTable:
         device: torch.device,
         sizes: RunSizes,
         host: frozenset[str] = frozenset(),
-        registered: Mapping[str, Registered] | None = None,
     ) -> None:
         self.sizes = sizes
         """Source of the numbers of sizes that differ from run to run."""
-        self.registered = registered or {}
-        """Caller's memory that peers reach, by name: the same in every run."""
         self.host = host
         """Buffers that are on the CPU, whatever the device is."""
         self.items: list[Any] = []
@@ -212,7 +209,7 @@ class ValueTable:
         return place
 
     def own(self, view: ir.View, member: int | None = None) -> int:
-        """The place of a view of this rank's memory, or (symmetric, registered) of a member's."""
+        """The place of a view of this rank's memory, or (symmetric) of a member's."""
         return self.at(view.buffer, self.box(view), member)
 
     def at(self, name: str, box: ir.Box, member: int | None = None) -> int:
@@ -276,9 +273,6 @@ class ValueTable:
             copies = slot.copies[slot.me if member is None else member]
             skip = buffer.offset
             return [(c.untyped_storage(), int(c.storage_offset()) + skip) for c in copies]
-        if held := self.registered.get(name):
-            copy = held.copies[held.me if member is None else member]
-            return [(copy.untyped_storage(), int(copy.storage_offset()))]
         return []
 
     def _of_the_run(self, buffer: ir.Buffer, box: ir.Box) -> int:
@@ -355,7 +349,7 @@ class ValueTable:
 
     def drop(self) -> None:
         """Lets go of all memory, for good: who holds this may be garbage of cycles for long."""
-        self.registered, self._slots, self.arena = {}, {}, torch.UntypedStorage(0)
+        self._slots, self.arena = {}, torch.UntypedStorage(0)
         for held in (self.items, self._template, self._symmetric, self._temporaries, self.sizes):
             held.clear()
 

@@ -7,9 +7,8 @@ Note [One run stands for all]
     with another run, so every edge stays in its run or leads to a later one: no cycle spans runs,
     and two ops of one run are ordered as they would be in the first. Ops of different runs on one
     rank's own memory are ordered by the end of the earlier run; on a symmetric slot by the Frees
-    and the Alloc between them (use outside of which is a finding in itself); on a registered
-    parameter, which peers reach too, by the begin and the end of its owner's run, both of which
-    stand for all that its caller may do. So one run shows every fault of many. In a set that is not
+    and the Alloc between them (use outside of which is a finding in itself). So one run shows every
+    fault of many. In a set that is not
     balanced, what is not is a fault in itself: a mismatch, a leak, or a rank of which no Program is
     there. (The exhaustive oracle explores several runs, and is compared.)
 """
@@ -82,7 +81,7 @@ class GraphBuilder:
             _RunBuilder(self, place).run()
 
     def slot(self, place: RankPlace, version: int) -> Slot:
-        """The slot that a symmetric buffer of a rank takes; of what is registered, its name."""
+        """The slot that a symmetric buffer of a rank takes."""
         return self.meetings.slot(place.where, place.source.versions[version].buffer)
 
     # What ranks meet in, those included that others stand for.
@@ -292,10 +291,6 @@ class _RunBuilder:
     def run(self) -> None:
         source = self.place.source
         self.graph.places.append(self.place)
-        if source.enter is not None:  # before the first op of every stream
-            node = self.graph.add()
-            self.put(node, source.enter)
-            self.tails = [node] * len(self.tails)
         for item in source.sequence:
             if item.is_fused:
                 self.fused(item)

@@ -92,10 +92,6 @@ class Explainer:
         name, item, rank = entry.content.name, entry.item, entry.content.rank
         if entry.free:
             verb = "frees" if item.ordering.frees is not None else "takes the slot of"
-        elif entry.by_caller and item.begins_run:
-            verb = "begins: until then its caller may touch"
-        elif entry.by_caller:
-            verb = "ends: from then on its caller may touch"
         else:
             verb = "returns" if item.ends_run else "writes" if entry.write else "reads"
         whose = f" of rank {rank}" if rank != entry.place.rank else ""
@@ -148,13 +144,6 @@ def _origin(loc: Loc) -> str:
 
 def _race_message(first: ByteAccess, second: ByteAccess, ops: tuple[OpRef, OpRef]) -> str:
     one, two = first.content.name, second.content.name
-    if first.by_caller or second.by_caller:
-        op, end = (ops[0], second) if second.by_caller else (ops[1], first)
-        sides = ("before", "end", "after") if end.item.ends_run else ("after", "begin", "before")
-        return (
-            f"line {op.line} on rank {op.rank} {op.role}, and nothing orders it {sides[0]} the "
-            f"{sides[1]} of the run there, {sides[2]} which the caller may touch {two}"
-        )
     what = one if one == two else f"{one} and {two}, which share storage"
     verbs = [_verb(entry) for entry in (first, second)]
     return (

@@ -19,14 +19,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from interlace.ir.ops import KINDS, Recv, Send
-from interlace.ir.order import Queue, Slot, TeamKey
+from interlace.ir.order import Queue, TeamKey
 from interlace.ir.sizes import Int
-from interlace.ir.types import contiguous_strides
 from interlace.ir.view import Box
 from interlace.verify.build import GraphBuilder
-from interlace.verify.graph import IssuedOp, RankPlace
+from interlace.verify.graph import IssuedOp
 from interlace.verify.report import Finding, OpRef
-from interlace.verify.source import Item, Version
+from interlace.verify.source import Item
 
 if TYPE_CHECKING:
     from interlace.verify.explain import Explainer
@@ -55,7 +54,6 @@ def _met(item: Item) -> tuple[str, str]:
 def mismatches(builder: GraphBuilder, explain: Callable[[], Explainer]) -> list[Finding]:
     """All findings of disagreement, and the remarks on signals."""
     matcher = _Matcher(builder, explain)
-    matcher.registered()
     matcher.collectives()
     matcher.messages()
     matcher.slots()
@@ -236,55 +234,6 @@ class _Matcher:
                     f"allocate and free it on rank {least} as well",
                     (taken[most][count], f"is a take that rank {least} lacks"),
                 )
-
-    def registered(self) -> None:
-        """Registered parameters that ranks do not all have alike.
-
-        What one rank reads or writes of a peer's is the peer's parameter of the same name:
-        registered with that team, of the same kind, element type, sizes and strides, since a rank
-        finds a peer's elements where its own would be.
-        """
-        builder, has = self.builder, dict[Slot, dict[int, tuple[RankPlace, str]]]()
-        for place in builder.places:
-            for number, version in enumerate(place.source.versions):
-                if version.registered:
-                    slot = builder.slot(place, number)
-                    has.setdefault(slot, {})[place.rank] = place, self.layout(place, version)
-        for (team, name), by_rank in has.items():
-            first, (place, wanted) = next(iter(by_rank.items()))
-            for rank in dict.fromkeys((*builder.members(team, first), *team.ranks)):
-                of_rank = has.get((builder.own(team, rank), name), {})
-                none = "no such parameter"
-                if builder.first(rank) == rank and rank not in builder.ranks:
-                    none = "nothing, for no Program of the set runs there"
-                other = of_rank.get(builder.first(rank), (place, none))[1]
-                if other == wanted:
-                    continue
-                assert place.source.enter is not None
-                role = f"registers {name}: {wanted}"
-                ref = self.explain().ref(place, place.source.enter, role, name)
-                self.findings.append(
-                    Finding(
-                        "mismatch",
-                        f"rank {first} registers {name} with team {team.name}: {wanted}; on rank "
-                        f"{rank} it is {other}",
-                        (ref,),
-                        f"register {name} with {team.name} on every rank of it, with the same "
-                        "element type, sizes and strides",
-                        ranks=tuple(sorted({first, rank})),
-                    )
-                )
-                break
-
-    def layout(self, place: RankPlace, version: Version) -> str:
-        """The kind of a parameter, and how its elements lie."""
-        box = self.regions.at(version.spot, place.where).box
-        text = f"an {version.buffer.kind} {box.dtype}{list(box.sizes)}"
-        usual = contiguous_strides(box.sizes)
-        steps = zip(box.sizes, box.strides, usual, strict=True)
-        if box.numel and any(size > 1 and one != other for size, one, other in steps):
-            text += f".strides({', '.join(map(str, box.strides))})"
-        return text
 
     # Signals
 

@@ -155,8 +155,6 @@ class _Walk:
             return self.given.get(self.sends[part]) if part in self.sends else None
         if item.call is not None:
             return self.called(part, item.call, touch)
-        if item.op is None:  # the caller's own accesses of registered memory
-            return None
         (source,) = (one for one in item.touches if not one.write)
         alike = self.box(place, source).dtype.itemsize == self.box(place, touch).dtype.itemsize
         return self.read(place, source) if alike else None

@@ -57,7 +57,7 @@ class Item:
 
     index: int
     op: Op | None
-    """None: the begin of the run (whose index is -1), or the return."""
+    """None: the return."""
     stream: int = 0
     """Part k > 0 of a Fused counts as a stream of its own."""
     touches: tuple[Touch, ...] = ()
@@ -76,14 +76,9 @@ class Item:
         self.ordering = UNORDERED if self.op is None else self.op.ordering()
 
     @property
-    def begins_run(self) -> bool:
-        """True for the begin of the run."""
-        return self.op is None and self.index < 0
-
-    @property
     def ends_run(self) -> bool:
         """True for the return."""
-        return self.op is None and self.index >= 0
+        return self.op is None
 
     @property
     def is_group(self) -> bool:
@@ -135,11 +130,6 @@ class Version:
         return self.buffer.kind == "symmetric"
 
     @property
-    def registered(self) -> bool:
-        """True if the buffer is memory of the caller's that peers can reach."""
-        return self.buffer.registered
-
-    @property
     def storage(self) -> str:
         """The name of its bytes: a slot, an arena storage, or its own."""
         return self.buffer.storage or self.buffer.name
@@ -173,9 +163,7 @@ class LoweredProgram:
     sequence: list[Item]
     """The items in the order of issue; checked in order, with members of Fuseds on their own."""
     num_places: int
-    """Items, the return, the members of Fuseds, and the begin."""
-    enter: Item | None
-    """The begin of the run, where parameters are registered: what their callers do before it."""
+    """Items, the return, and the members of Fuseds."""
     sharing: dict[str, list[Version]]
     """Local buffers that share a storage, by storage."""
 
@@ -208,13 +196,7 @@ class _Lowering:
             self.declare(buffer, -1)
         items = [self.item(i, op) for i, op in enumerate(program.ops)]
         end = len(items)
-        callers = tuple(  # who may do anything to registered parameters, before and after a run
-            Touch(True, number, version.spot, None, None, False)
-            for number, version in enumerate(self.versions)
-            if version.registered
-        )
-        leave = Item(end, None, touches=(*self.results(end), *callers), place=end)
-        enter = Item(-1, None, touches=callers, place=self.new_place()) if callers else None
+        leave = Item(end, None, touches=tuple(self.results(end)), place=end)
         sharing = self.mark_shared()
         for version in self.versions:
             if version.symmetric and version.free < 0 <= version.alloc:
@@ -237,7 +219,6 @@ class _Lowering:
             flaws=self.flaws,
             sequence=sequence,
             num_places=self.num_places,
-            enter=enter,
             sharing=sharing,
         )
 
@@ -350,8 +331,7 @@ class _Lowering:
     def free(self, item: Item, name: str) -> None:
         number = self.version(item, name)
         version = self.versions[number]
-        given_up = version.buffer.kind == "input" and not version.buffer.registered
-        if version.alloc < 0 and not given_up:
+        if version.alloc < 0 and version.buffer.kind != "input":
             self.flaw(
                 "bad-free",
                 f"{name} is freed, and the Program did not allocate it",

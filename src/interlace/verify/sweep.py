@@ -25,12 +25,6 @@ Note [Any order]
     conflicted with: so whether anything races in a memory is the same in every order, though not
     which accesses are named. What a read finds written is the same in every order only where
     nothing races; of a memory in which something does, nothing uninitialized is reported.
-
-Note [Registered parameters]
-    Their memory is the caller's, the same in every run, and peers reach it. Before a run of its
-    rank begins, and once it has ended, the caller may touch it; so the begin and the return count
-    as writes of the whole of it, which write no content: what a peer does in a run of its own must
-    come after the one and before the other.
 """
 
 from __future__ import annotations
@@ -130,11 +124,6 @@ class ByteAccess(NamedTuple):
     write: bool
     free: bool = False
 
-    @property
-    def by_caller(self) -> bool:
-        """True for a caller's possible access to a registered parameter outside of a run."""
-        return self.write and self.item.op is None
-
 
 @dataclass(slots=True, eq=False)
 class Cell:
@@ -219,7 +208,7 @@ class Sweep:
         """The memories in which accesses race."""
         self._lives = {place: dict[int, BufferLife]() for place in builder.places}
         self._arenas: dict[tuple[RankPlace, str], Memory] = {}
-        self._copies: dict[tuple[bool, Slot, int, int], Content] = {}
+        self._copies: dict[tuple[Slot, int, int], Content] = {}
 
     def run(self) -> None:
         """Visits every node that can finish."""
@@ -266,7 +255,7 @@ class Sweep:
         if version.symmetric:
             take = place.takes.get(number, -1)
             alloc = place.nodes[version.alloc] if version.alloc >= 0 else -1
-        if version.symmetric or version.registered:
+        if version.symmetric:
             slot = self.builder.slot(place, number)
             content = self._copy(slot, take, rank, version, size)
             return BufferLife(version, content, 0, [], slot, take, alloc)
@@ -275,12 +264,11 @@ class Sweep:
         return BufferLife(version, content, buffer.offset if version.shared else 0, [])
 
     def _copy(self, slot: Slot, take: int, rank: int, version: Version, size: Int) -> Content:
-        """One rank's copy of a slot for one take of it, or its registered memory."""
-        key = version.registered, slot, take, rank
+        """One rank's copy of a slot for one take of it."""
+        key = slot, take, rank
         content = self._copies.get(key)
         if content is None:
-            full = version.registered and version.buffer.kind == "input"
-            content = Content(version.buffer.name, size, Memory(), full, rank, {})
+            content = Content(version.buffer.name, size, Memory(), False, rank, {})
             self._copies[key] = content
         return content
 
@@ -345,7 +333,7 @@ class Sweep:
             else:
                 self._read(cell, entry)
         if entry.write:
-            if contents and not entry.by_caller:
+            if contents:
                 content.write(region)
         elif contents and not content.full and not content.holds(region, self.regions):
             kind = "uninitialized" if content.log is None else "overwritten"

@@ -107,7 +107,7 @@ def _by_place(
                 take[id(version)] = count[slot] = count.get(slot, -1) + 1
         for version, spot in spots_of(source):
             place: Place = (source.number, id(version))
-            if version.symmetric or version.registered:
+            if version.symmetric:
                 place = version.buffer.team, version.storage, take.get(id(version), -1)
             found.setdefault(place, []).append((spot, source))
             if spot.by_rank and any(team in moving for team in _teams(spot)):

@@ -193,7 +193,6 @@ class _Rank:
         self.mortal = freed | {b.name for b in self.buffers.values() if b.kind == "symmetric"}
         """Buffers that are not always there."""
         params = program.params
-        self.registered = [self.whole(b) for b in params if b.registered]
         self.outputs = [self.whole(b) for b in params if b.kind == "output"]
         results = [view for result in program.returned() for view in views_in(result)]
         results += [View(b.name) for b in params if b.kind == "output"]
@@ -204,10 +203,9 @@ class _Rank:
     def add_run(self, run: int) -> None:
         self.run, self.index = run, -1
         self.names = {}
-        inputs = [b for b in self.program.params if b.kind == "input" and not b.registered]
+        inputs = [b for b in self.program.params if b.kind == "input"]
         self.held = {b.name: True for b in inputs}
         start = self.act(None, [(self.acts[-1].ended,)] if self.acts else [])
-        start.touches = callers = [self.touch(extent, marks=True) for extent in self.registered]
         start.empties = [self.touch(extent, marks=True) for extent in self.outputs]
         lanes: dict[str, Act] = {}
         self.host, self.events = start, dict[str, Act]()
@@ -223,7 +221,7 @@ class _Rank:
                 self.host = lanes[op.stream]
         self.index = len(self.program.ops)
         over = self.act(None, [(self.host.ended,), *((act.ended,) for act in lanes.values())])
-        over.touches = [*self.touches(self.results), *callers]
+        over.touches = [*self.touches(self.results)]
         if any(held and self.buffers[name].kind == "symmetric" for name, held in self.held.items()):
             self.script.faults.add("leak")
 

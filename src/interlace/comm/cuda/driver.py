@@ -191,22 +191,10 @@ class Driver:
         self.finish(stream)
         return list(host)
 
-    def allocation(self, address: int) -> tuple[int, int]:
-        """Where the allocation begins that an address is in, and its bytes."""
-        found = self._cu.cuMemGetAddressRange(address)
-        self.check("cuMemGetAddressRange", found)
-        return int(found[1]), int(found[2])
-
     def buffer_id(self, address: int) -> int:
         """The number of the allocation there, which is never used again; 0: there is none."""
         error, number = self._attribute(self._number, address)
         return 0 if error else int(number)
-
-    def can_share(self, address: int) -> bool:
-        """True if `handle` can name the allocation at this address."""
-        which = self._cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
-        error, capable = self._attribute(which, address)
-        return not error and bool(capable)
 
     def handle(self, base: int) -> str:
         """The CUDA IPC handle, in hex, with which another process maps this memory."""

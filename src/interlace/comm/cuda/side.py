@@ -8,9 +8,6 @@ Note [Two runs apart]
     until all ranks have ended run n - 2. That is all that runs need between them: no run ends with
     a barrier. A run that awaits a signal of every other rank is `closed`: those ranks had begun it,
     so they had ended the one before, and the next run has nothing left to wait for.
-
-    What callers register has no copies to be used in turn. There a Program's own signals say that
-    the peer has begun the run, and that it is done before the run ends: the verifier asks for both.
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ import torch
 
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.memory import CudaSlotPool, own_memory, share_memory
-from interlace.comm.cuda.registry import Registry
 from interlace.comm.cuda.words import (
     HEAP_NBYTES,
     RELEASED,
@@ -68,7 +64,6 @@ class CudaSide:
         self.access = WordAccess(self.driver)
         """For words while runs are under way, which may hold up the driver."""
         self.slots = CudaSlotPool(self.driver, team.board, f"{topic}/slots", device)
-        self.registry = Registry(self.team, self.driver, device)
         self.run = 0
         """Runs that this rank has issued, of Programs that reach into peers' memory."""
         first = self._ended = self.heap.take(self.size)  # the first words on every rank alike

@@ -3,7 +3,6 @@
 shared_memory.py      segments, and how ranks come to share them
 signals.py            counters, and the one bounded wait
 slots.py              the pool of symmetric slots, two copies each
-registered.py         parameters of callers that peers reach
 workspace.py          an Executor's signals and staging areas
 peer_collectives.py   the kinds of collective through shared memory;  messages.py: Send and Recv
 """

@@ -79,26 +79,32 @@ class BoundedWait:
     """Who may hold up a transfer that all have begun."""
     cut: Callable[[], None] = _nothing
     """Ends a transfer that this rank waits for no longer."""
+    progress: Callable[[], object] = _nothing
+    """State of the work that is waited for: while it changes, nothing is late."""
 
     def until(
         self,
         ready: Callable[[], bool],
-        missing: Callable[[], str] = _no_detail,
+        missing: Callable[[], str] | None = None,
         spins: int = SPINS,
     ) -> None:
         """Returns when `ready()`; raises `CommTimeoutError`, or what `check` raises. Spins, then
         sleeps for growing moments: spinning threads could keep the one that they wait for from
-        running."""
+        running. A wait that knows what is `missing` warns of it when it takes long."""
         for _ in range(spins):
             if ready():
                 return fence()
-        now, patience = time.monotonic(), Patience(self.timeout_s)
+        now, patience, state = time.monotonic(), Patience(self.timeout_s), self.progress()
         next_check, pause = now + CHECK_EVERY_S, 10e-6
+        late = missing and (lambda: _lines(self.describe(), missing()))
         while not ready():
             if now >= next_check:
                 self.check()
-                if patience.is_over(lambda: _lines(self.describe(), missing())):
-                    error = self.late(missing())
+                if (found := self.progress()) != state:
+                    state = found
+                    patience.restart()
+                if patience.is_over(late):
+                    error = self.late(missing() if missing else "")
                     self.check()  # a peer may have failed while this rank found out who is missing
                     raise error
                 next_check = now + CHECK_EVERY_S
@@ -114,22 +120,10 @@ class BoundedWait:
         return call.result()
 
     def finish(self, work: dist.Work) -> None:
-        """Waits for a torch `Work`, in slices, so that a peer's failure ends the wait early."""
-        patience = Patience(self.timeout_s)
+        """Returns when a torch `Work` is done; raises its error."""
         try:
-            while True:
-                try:
-                    work.wait(timedelta(seconds=min(SLICE_S, self.timeout_s)))
-                    return
-                except RuntimeError:
-                    if work.is_completed():  # its own error, or done just as our slice ended
-                        work.wait(timedelta(seconds=SLICE_S))
-                        return
-                self.check()
-                if patience.is_over(lambda: _lines(self.describe(), self.behind())):
-                    error = self.late(self.behind())
-                    self.check()
-                    raise error
+            self.until(work.is_completed, self.behind)
+            work.wait(timedelta(seconds=SLICE_S))
         except BaseException:
             leave(work.is_completed, self.cut)
             raise

@@ -112,15 +112,15 @@ class HomeExchange:
     about: str
     """The parameters, for messages."""
     peer: bool
-    """True if homes read and write the memory of the other ranks, and nothing is sent."""
+    """True if ranks get what moves from each other's slots, and nothing is sent."""
 
     def program(
         self, name: str, flat: Tensor, whole: Tensor, to_homes: bool, ranks: int, rank: int
     ) -> Program:
         """Shards to homes, or whole matrices to shards."""
-        kind, registered = NAMES[flat.dtype], "tp" if self.peer else None
+        kind = NAMES[flat.dtype]
         with interlace.program(name, mesh={"tp": ranks}, lines=False) as p:
-            parts = p.input("flat", kind, (flat.numel(),), registered=registered)
+            parts = p.input("flat", kind, (flat.numel(),))
             matrices = p.input("whole", kind, (whole.numel(),))
             size = sum(shard.numel for shard in self.shards if self._is_staged(shard, rank))
             staged = p.alloc("staged", kind, (size,)) if size else None
@@ -130,7 +130,7 @@ class HomeExchange:
             memory of shards that are no region there."""
             moves: list[Move] = []
             at = 0
-            for shard in self.shards:
+            for number, shard in enumerate(self.shards):
                 home, part, place = shard.home, shard.in_flat(parts), None
                 if shard.rank == home == rank:
                     own.append((shard.of_shape(part), shard.in_whole(matrices)))
@@ -142,12 +142,12 @@ class HomeExchange:
                     place = shard.region(matrices)
                 if home != shard.rank:
                     ends = (shard.rank, home) if to_homes else (home, shard.rank)
-                    moves.append(Move(*ends, *((part, place) if to_homes else (place, part))))
-            how = "messages" if not self.peer else "get" if to_homes else "put"
+                    places = (part, place) if to_homes else (place, part)
+                    moves.append(Move(*ends, *places, number, shard.numel))
             with p.stream("comm"), p.module(self.about):
                 for source, target in own if to_homes else [*own, *spread]:
                     p.copy(*((source, target) if to_homes else (target, source)))
-                write_moves(p, moves, rank, "tp", how)
+                write_moves(p, moves, rank, "tp", kind if self.peer else "")
                 for source, target in spread if to_homes else ():
                     p.copy(source, target)
         return p.program.instantiate(rank)

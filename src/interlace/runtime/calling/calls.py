@@ -25,8 +25,7 @@ from interlace.runtime.calling import regions as region_calls
 from interlace.runtime.calling.effects import apart, confirm, fills_list, may_share
 from interlace.runtime.calling.operators import Operator, decode, resolve
 from interlace.runtime.prepare.plan import Plan
-from interlace.runtime.run_sizes import Sized
-from interlace.runtime.values import DTYPES, ValueTable, alike, derive, whole
+from interlace.runtime.values import DTYPES, ValueTable, alike, whole
 
 Thunk = Callable[[], object]
 Outputs = tuple[Any, ...]
@@ -366,16 +365,7 @@ def _result(arg: Arg, plan: Plan, values: ValueTable) -> int | Callable[[], Any]
                 f"{plan.program.name} returns the {kind} buffer {arg.buffer!r}, whose storage "
                 "the next run reuses: return a fresh buffer or an output"
             )
-        held, box = values.registered, values.box(arg)
-        if arg.buffer not in held:
-            return values.own(arg)
-        name = arg.buffer
-        of_now = lambda: values.registered[name].tensor  # noqa: E731
-        if box == whole(plan.buffers[name]):
-            return of_now
-        here = Sized[Box]()
-        values.sizes.follow_box(box, lambda found: setattr(here, "now", found))
-        return lambda: derive(of_now(), here.now)
+        return values.own(arg)
     if isinstance(arg, tuple):
         return reader_of(arg, plan, values)
     if isinstance(arg, Size):

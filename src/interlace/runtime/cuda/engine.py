@@ -70,21 +70,19 @@ class Changes:
     """Caller's tensors that runs write. Autograd is told of it, as by torch itself."""
 
     def __init__(self, context: EngineContext) -> None:
-        known, ops = context.values.registered, context.plan.program.ops
-        self.registered = [held.tensor for held in known.values() if held.written]
-        """Registered tensors that runs of any rank write."""
-        self.buffers = {access.view.buffer for op in ops for access in op.writes()} - {*known}
-        """Buffers that runs of this rank write, but for the registered ones."""
+        ops = context.plan.program.ops
+        self.buffers = {access.view.buffer for op in ops for access in op.writes()}
+        """Buffers that runs of this rank write."""
         names = context.inputs.names
         self._inputs = [index for index, name in enumerate(names) if name in self.buffers]
-        self.always = bool(self.registered or self._inputs)
+        self.always = bool(self._inputs)
         """True if a run writes a caller's tensor even without given outputs."""
 
     def of(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> list[torch.Tensor]:
         """The tensors that a run writes; inference tensors have no version counter."""
-        return [*self.registered, *[inputs[index] for index in self._inputs], *(out or ())]
+        return [*[inputs[index] for index in self._inputs], *(out or ())]
 
 
 class CudaEngine(Engine):
@@ -199,7 +197,7 @@ class CudaEngine(Engine):
         changed = self.changes.of(inputs, out) if self.changes.always or out is not None else None
         driver, graphs, pair, turn = self.driver, self.graphs, None, 0
         if self._teams:
-            self._enter(inputs, out)
+            self._enter()
         try:
             given = inputs if out is None else (*inputs, *out)
             if graphs is not None and self.warm:
@@ -246,7 +244,7 @@ class CudaEngine(Engine):
         with torch.cuda.device(self.device):  # which kernels are loaded on
             super().turn(at)
 
-    def _enter(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None) -> None:
+    def _enter(self) -> None:
         """Tells the peers that this rank enters a run; raises where it cannot."""
         watched, context = self.watched, self.context
         watched.issuing = True  # before it enters: `Watchdog.leave`
@@ -257,10 +255,6 @@ class CudaEngine(Engine):
                 control.begin(contacts)
             for control, _ in self._apart:
                 control.meet_all(context.wait_for("the begin of a run", self.check_teams))
-            if context.values.registered:
-                context.inputs.check_places(inputs)
-                if out is not None:
-                    context.outputs.check_places(out)
             if watched.failure is not None:  # from before; a later one waits for the end
                 raise watched.failure
         except BaseException:
@@ -474,7 +468,6 @@ class CudaEngine(Engine):
         self.binding.close()
         self.marks.close()
         self.driver.destroy_event(self._told)
-        self.changes.registered.clear()
         arena = self.context.arena
         if over:
             self.context.values.drop()

@@ -10,14 +10,12 @@ from typing import Any, Literal
 
 import torch
 
-from interlace.comm import Registered
 from interlace.comm.cuda.memory import CudaSlot, slot_keys
 from interlace.comm.cuda.words import CudaSpace
 from interlace.ir import Program
 from interlace.runtime.cuda.launches.transfers import ensure_area
 from interlace.runtime.engine import ShareRequest, TeamResources
 from interlace.runtime.prepare.plan import Plan
-from interlace.runtime.prepare.registered import written
 from interlace.runtime.values import nbytes
 from interlace.verify.reuse import shared_places
 
@@ -43,8 +41,6 @@ def _share(request: ShareRequest) -> TeamResources:
     signals, span = signals_of(plan.program)
     raises = reaches(plan, "raises")
     request.refuse_memory()
-    inputs = [buffer.name for buffer in plan.program.params if buffer.kind == "input"]
-    registered: dict[str, Registered] = {}
     for name, team in request.ordered():
         side = team.cuda(device, limit)
         topic = f"{team.num_prepared}/{name}"
@@ -76,13 +72,7 @@ def _share(request: ShareRequest) -> TeamResources:
             if turn.team == name and turn.backend == "peer"
         ]
         ensure_area(side, topic, areas, limit)
-        if name in request.registered:
-            facts = inputs, written(plan.program), limit
-            made_known = side.registry.register(topic, request.registered[name], *facts)
-            registered |= made_known
-            for held in made_known.values():
-                kept.callback(side.registry.let_go, held)
-    return TeamResources(request.teams, slots, spaces, {}, {}, graphs, registered)
+    return TeamResources(request.teams, slots, spaces, {}, {}, graphs)
 
 
 def mark_gotten(slots: Mapping[str, CudaSlot], gotten: Collection[str]) -> None:

@@ -91,7 +91,7 @@ class HostBinder:
                 raise unbound(op, "the CPU")
 
     def pass_by(self, point: ir.Spot, index: int) -> Thunk:
-        order, wait = self.order, self.wait_of(index)
+        order, wait = self.order, self.order.bounded(self.wait_of(index))
         return lambda: order.pass_by(point, wait)
 
     def copy(self, src: int, dst: int) -> Thunk:
@@ -148,10 +148,11 @@ class HostBinder:
         run = self.values.sizes.sized(spec.parts, bind)
         before = (op.team, turn.backend, turn.number - 1) if turn.number > 1 else None
         mine = (op.team, turn.backend, turn.number)
+        own_turn = order.bounded(wait)
 
         def thunk() -> None:
             if before is not None:
-                order.pass_by(before, wait)
+                order.pass_by(before, own_turn)
             control.reach(queue, turn.number, wait)
             source = None if src is None else items[src]
             run.now(source, None if dst is None else items[dst], wait)

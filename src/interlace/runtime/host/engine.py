@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import length_hint
 from queue import Empty, SimpleQueue
@@ -28,7 +28,7 @@ from typing import cast
 
 import torch
 
-from interlace.comm import BoundedWait, Registered, Slot, Workspace, share_on_host
+from interlace.comm import BoundedWait, Slot, Workspace
 from interlace.comm.between_hosts import ASK_S
 from interlace.comm.control import DONE, ENTERED, PROGRESS, STREAMS, progress_of
 from interlace.comm.rendezvous.patience import Patience
@@ -38,12 +38,10 @@ from interlace.runtime.calling.calls import Outputs, Thunk, in_turn
 from interlace.runtime.engine import Engine, EngineContext, ShareRequest, TeamResources
 from interlace.runtime.host.binder import HostBinder
 from interlace.runtime.prepare.plan import listed
-from interlace.runtime.prepare.registered import written
 from interlace.torch_private import set_grad_enabled
 
 GRACE_S = 1.0
 """Seconds in which a failed transfer looks for the peer whose end explains it."""
-SLICE_S = 0.05
 Progress = Callable[[int], Sequence[tuple[int, float]]]
 """For a run: the op that each stream began last, and how many seconds ago."""
 NOWHERE: Progress = lambda _: ()  # noqa: E731
@@ -96,8 +94,6 @@ class CpuEngine(Engine):
     def share(request: ShareRequest) -> TeamResources:
         plan, limit = request.plan, request.timeout_s
         slots, spaces = dict[str, Slot](), dict[str, Workspace]()
-        registered: dict[str, Registered] = {}
-        inputs = [buffer.name for buffer in plan.program.params if buffer.kind == "input"]
         request.refuse_memory()
         for name, team in request.ordered():
             topic = f"{team.num_prepared}/{name}"
@@ -109,10 +105,7 @@ class CpuEngine(Engine):
             spaces[name] = Workspace(team, topic, plan.demands[name], limit)
             for _, backend in (key for key in request.backends if key[0] == name):
                 team.backend(backend, request.device.type, limit)
-            if name in request.registered:
-                facts = inputs, written(plan.program), limit
-                registered |= share_on_host(team, topic, request.registered[name], *facts)
-        return TeamResources(request.teams, slots, spaces, registered=registered)
+        return TeamResources(request.teams, slots, spaces)
 
     def _bind(self, context: EngineContext) -> list[Stream]:
         """Every op as a step of its stream; of one stream for all with the option `in_order`."""
@@ -212,16 +205,10 @@ class CpuEngine(Engine):
                     control.meet_all(wait)
                 for buffer, slot in self._takes:
                     self._uses[buffer] = slot.next_use()
-                self._order.next_run()
+                self._order.run += 1
                 self._spans.clear()
             if out is None:
                 out = self._outputs.new() if self._outputs.names else ()
-            held = self._values.registered
-            if held:
-                self._inputs.check_places(inputs)
-                self._outputs.check_places(out)
-                for each in held.values():
-                    each.enter()
             if self._arena is not None:
                 self._arena.enter(self._values)
             self._values.start((*inputs, *out), self._uses)
@@ -238,8 +225,6 @@ class CpuEngine(Engine):
                     raise failure
                 finally:
                     del failure  # else its own traceback would keep it, and the run's tensors
-            for each in held.values():
-                each.leave()
             results = self._results()
             for control in self._controls:
                 control.leave()
@@ -326,7 +311,6 @@ class CpuEngine(Engine):
             told = self._failure = error if index < 0 else self._explain(error, index)
         for _, _, control in self._teams:
             control.fail(told)
-        self._order.wake()
 
     def _explain(self, error: BaseException, index: int) -> BaseException:
         """The error as the user should see it: which op, and which peer if one is behind it."""
@@ -400,45 +384,23 @@ class StreamOrder:
         op that waits for peers a stream waits for it."""
         self._stands, self._grace_s = stands, grace_s
         self._reached: dict[object, int] = {}
-        self._waiting: dict[Bell, None] = {}
         self.run = 0
         """Counts runs: in a new one, every point lies ahead again."""
 
-    def next_run(self) -> None:
-        self.run += 1
-        self._waiting.clear()  # an interrupt may have left one
-
     def reach(self, point: object) -> None:
         self._reached[point] = self.run
-        if self._waiting:
-            self.wake()
 
-    def wake(self) -> None:
-        """Lets every waiting stream look whether it should still wait."""
-        for bell in tuple(self._waiting):
-            bell.put(None)
+    def bounded(self, wait: BoundedWait) -> BoundedWait:
+        """The wait of an op, as `pass_by` takes it. The waits of the other stream know more of the
+        cause, so this one ends only when no stream has begun an op for longer than the time-out."""
+        limit = wait.timeout_s + self._grace_s
+        return replace(wait, timeout_s=limit, progress=self._stands)
 
     def pass_by(self, point: object, wait: BoundedWait) -> None:
-        """Returns when the run has got to this point. The waits of the other stream know more of
-        the cause, so this one gives up only when no stream has begun an op for longer than the
-        time-out."""
+        """Returns when the run has got to this point."""
         reached, run = self._reached, self.run
-        if reached.get(point) == run:
-            return
-        patience, stood = Patience(wait.timeout_s + self._grace_s), list[int]()
-        bell = Bell()
-        try:
-            self._waiting[bell] = None
-            while reached.get(point) != run:
-                wait.check()
-                if (stands := self._stands()) != stood:
-                    stood = stands
-                    patience.restart()
-                if patience.is_over():
-                    raise wait.late()
-                rung(bell, SLICE_S)
-        finally:
-            self._waiting.pop(bell, None)
+        if reached.get(point) != run:
+            wait.until(lambda: reached.get(point) == run)
 
 
 class StreamThread:

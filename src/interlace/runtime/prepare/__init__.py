@@ -2,5 +2,4 @@
 
 agreement.py    ranks agree on a Program; which of its ranks this process is
 plan.py         what a concrete Program says before anything is allocated
-registered.py   the tensors that a caller registers
 """

@@ -24,17 +24,15 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from interlace.comm import TeamComm, attending
-from interlace.comm.rendezvous.board import Board, Note, as_told, failure, meet, named
+from interlace.comm.rendezvous.board import Board, Note, meet, named
 from interlace.errors import (
     AgreementError,
-    InterlaceError,
     ProgramError,
     SoundnessError,
     TeamError,
 )
 from interlace.ir import Arg, Call, Loc, Name, Node, Program, View, parse, print_program
 from interlace.options import Options
-from interlace.runtime.prepare.registered import Registration
 from interlace.verify import Report, check
 
 LATER_S = 0.5
@@ -115,15 +113,13 @@ def agree_and_prove(
     rank: int,
     teams: Sequence[TeamComm],
     timeout_s: float,
-    found: Registration | None = None,
     backends: Sequence[Sequence[str]] = (),
     options: Options | None = None,
 ) -> Agreement:
     """Agrees with every rank that is joined to this one by teams, and proves what they run: with
-    the option `in_order`, the twin that runs one op after another. What is wrong with what any rank
-    registers (`found`), all raise. `backends` has those that this rank's Program needs, for each of
-    the teams."""
-    found, options = found or Registration(), options or Options()
+    the option `in_order`, the twin that runs one op after another. `backends` has those that this
+    rank's Program needs, for each of the teams."""
+    options = options or Options()
     in_order = options.in_order
     plain = essence(program)
     text = print_program(plain)
@@ -137,13 +133,11 @@ def agree_and_prove(
         **{name: getattr(options, name) for name in ALIKE},
     }
     if not teams:
-        if found.problem is not None:
-            raise found.problem
         return Agreement(int(mine["hash"][:16], 16), _proof(program, in_order))
     for team, needs in zip(teams, backends or [()] * len(teams), strict=True):
         mine["backends"][team.key] = list(needs)
     board, me = teams[0].board, teams[0].rank
-    entries = gather(mine, teams, timeout_s, found.problem)
+    entries = gather(mine, teams, timeout_s)
     _check_options(entries)
     if len({entry["skeleton"] for entry in entries.values()}) > 1:
         report, texts = _verify_set(board, entries, me, text, timeout_s)
@@ -159,17 +153,10 @@ def agree_and_prove(
     return Agreement(tag, report, texts, tuple(tuple(sorted(names)) for names in used))
 
 
-def gather(
-    mine: Note,
-    teams: Sequence[TeamComm],
-    timeout_s: float,
-    problem: InterlaceError | None = None,
-) -> dict[int, Note]:
+def gather(mine: Note, teams: Sequence[TeamComm], timeout_s: float) -> dict[int, Note]:
     """The notes of all ranks that teams join to this one, by global rank; each has the name of the
     Program that it is about, and what the rank is to do with it (`step`), the same on all of them.
-    All of these ranks get them, or none. Where a rank has a `problem`, all raise it."""
-    if problem is not None:
-        mine |= failure(problem)
+    All of these ranks get them, or none."""
     meet(teams, doing(mine), timeout_s)
     left: list[str] = []
     board, me = teams[0].board, teams[0].rank
@@ -195,11 +182,6 @@ def gather(
             f"ranks meet to do different things: {', '.join(steps)}. Every rank must compile and "
             "prepare the same Programs in the same order"
         )
-    if problem is not None:
-        raise problem
-    for rank, entry in sorted(entries.items()):
-        if "error" in entry:
-            raise as_told(rank, entry["error"])
     return entries
 
 

@@ -110,8 +110,6 @@ class Plan:
         """Which memory this rank has to share with its peers on the team, if any."""
         if team in self.takes.values():
             return "has symmetric buffers"
-        if any(buffer.team == team for buffer in self.program.params if buffer.registered):
-            return "has registered parameters"
         if self.demands[team].signals:
             return "has signals"
         if any(turn.team == team and turn.backend == "peer" for turn in self.turns.values()):

@@ -199,9 +199,8 @@ class Graphs:
         """Buffers that a backend may have mapped into the peers."""
         copies = [op for op in ops if op.one_sided]
         reached = {access.view.buffer for op in copies for access in (*op.reads(), *op.writes())}
-        self.crossing = reached - {*self._context.values.registered}
-        """Buffers that Put and Get read or write, but for what is registered and so kept:
-        captured.py, Note [Copies and allocations]."""
+        self.crossing = reached
+        """Buffers that Put and Get read or write: captured.py, Note [Copies and allocations]."""
         self.changed = {access.view.buffer for op in ops for access in op.writes()}
         self.made: dict[int, dict[str, torch.Tensor]] = {}
         """Memory that the graphs of a turn return, where the caller gives none."""
@@ -323,7 +322,7 @@ class Graphs:
         self, given: Sequence[torch.Tensor], num_inputs: int, moved: frozenset[int]
     ) -> GraphPair:
         """Captures a pair of graphs, in which the `moved` tensors have places of their own."""
-        registered, static = self._context.values.registered, self._context.options.static_outputs
+        static = self._context.options.static_outputs
         outputs = self._context.outputs.names or self.results
         names = (*self._context.inputs.names, *outputs)[: len(given)]
         changed, bound, crossing = (
@@ -333,7 +332,6 @@ class Graphs:
         others = [*self.at.values(), *self.near, *self.through.values(), *self._retired]
         made = GraphPair(given, num_inputs, self._engine.driver, moved, changed, bound, crossing)
         tensors = made.tensors(given)
-        kept = [held.tensor for held in registered.values()]
         self._engine.synchronize()  # the first capture waits for the device: here it is bounded
         try:
             for turn in range(len(self.bindings)):
@@ -346,7 +344,7 @@ class Graphs:
                 capture = functools.partial(self._captured, graph, pool, turn, named)
                 results = capture_thread(self._context.device).run(capture)
                 made.launch.append(self._launcher(graph))
-                made.keep(results, tensors, kept, static)
+                made.keep(results, tensors, (), static)
         except BaseException:
             with contextlib.suppress(Exception):
                 made.reset()  # NCCL would wait for them for as long as the error is kept

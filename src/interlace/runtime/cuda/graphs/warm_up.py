@@ -4,8 +4,7 @@
     capture_thread(device).run(function)       # its result, or what it raises
 
 The run goes op by op, with zeros, on the thread that will capture, and sets up what cannot be in a
-capture. What it writes of registered parameters is put back, also where it fails, and so are the
-generators of random numbers: runs draw what they would without graphs.
+capture. The generators of random numbers are put back: runs draw what they would without graphs.
 
 cuBLAS, cuDNN and torch make handles, workspaces and execution plans for each thread, when the
 thread first needs them, and none can be made while it captures. Autograd runs a backward on threads
@@ -84,25 +83,14 @@ def warm_up(engine: CudaEngine, teams: Sequence[TeamComm]) -> None:
 
 
 def _run_once(engine: CudaEngine) -> None:
-    """A run with zeros, to its end, that leaves what is registered as it was."""
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    """A run with zeros, to its end."""
     devices = [engine.device] if engine.device.type == "cuda" else []
     draws, inputs = may_draw(engine.context.plan.program), engine.context.inputs
     try:
-        with torch.inference_mode():  # they may be leaves that want a gradient, or inference's
-            kept += [(tensor, tensor.clone()) for tensor in engine.changes.registered]
         with torch.random.fork_rng(devices, enabled=draws, device_type="cuda"):
             zeros = inputs.zeros(engine.changes.buffers)
             capture_thread(engine.device).run(lambda: engine.issue(zeros, None))
             engine.synchronize()
     except BaseException as error:
         engine.watched.fail(error)  # peers wait for this rank in their runs
-        if kept:  # peers are let go of; what the streams still do, they do before the copies
-            engine.watched.settle()
         raise
-    finally:
-        with torch.inference_mode():
-            for tensor, before in kept:
-                tensor.copy_(before)
-        if kept and engine.watched.idle:  # else it failed, and may never end: nobody waits for it
-            torch.cuda.current_stream(engine.device).synchronize()
