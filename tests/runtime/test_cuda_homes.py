@@ -2,112 +2,107 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 from unittest.mock import Mock
 
-import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from interlace.runtime.cuda.graphs.captured import GraphPair, giver
+from interlace.runtime.cuda.graphs.captured import GraphPair, Touched, layouts_of
 
 
 def five() -> list[torch.Tensor]:
     return [torch.randn(2, 3) for _ in range(5)]
 
 
-@pytest.mark.parametrize("static", [False, True])
-def test_results_in_the_callers_outputs_are_those_of_each_run(static: bool) -> None:
+def replayed(
+    results: tuple[Any, ...],
+    tensors: Sequence[torch.Tensor],
+    kept: Sequence[torch.Tensor] = (),
+    lasting: Sequence[torch.Tensor] = (),
+    copied: Collection[int] = (),
+    moved: frozenset[int] = frozenset(),
+) -> tuple[GraphPair, Callable[[Sequence[torch.Tensor]], Any]]:
+    """A pair that was captured with these tensors and had these results, and its replays."""
+    pair = GraphPair(tensors, len(tensors), Mock(), Touched(), moved, copied)
+    pair.make(layouts_of(results, tensors, kept, lasting))
+    pair.bring(results)
+    pair.take_results(results, tensors, kept, lasting)
+    pair.launch.append(Mock())
+    return pair, lambda given: pair.run(0, 1, given)
+
+
+def test_results_in_the_callers_tensors_are_those_of_each_run() -> None:
     x, y, z, *_ = five()
-    outs = [(1, y), (2, z)]
-    for results, numbers in (((z, y), (2, 1)), ((z,), (2,)), ((y, x), (1,))):
-        give = giver(results, outs, [], [x, y, z] if static else None)
+    for results, numbers in (((z, y), (2, 1)), ((z,), (2,)), ((y, x), (1, 0))):
+        _, run = replayed(results, [x, y, z])
         given = [x.clone(), y.clone(), z.clone()]
-        for found, number in zip(give(given), numbers, strict=False):
+        for found, number in zip(run(given), numbers, strict=True):
             assert found is given[number]
 
 
-def test_other_results_are_copies(seed: int) -> None:
+def test_parts_of_the_callers_tensors_are_copies(seed: int) -> None:
     torch.manual_seed(seed)
-    x, y, z, own, held = five()
-    results = (y, (own, y.view(6), 3), None, x, held)
-    given = [x.clone(), y.clone(), z.clone()]
-    found: Any = giver(results, [(1, y), (2, z)], [held])(given)
-    assert found[0] is given[1]
-    copy, view, number = found[1]
-    assert torch.equal(copy, own)
-    assert copy.data_ptr() != own.data_ptr()
-    assert torch.equal(view, y.view(6))
-    assert view.data_ptr() != y.data_ptr()
-    assert (number, found[2]) == (3, None)
-    assert torch.equal(found[3], x)
-    assert found[3].data_ptr() != x.data_ptr()
-    assert found[4] is held  # registered: no other replay writes it but where the caller wants it
-
-
-def test_static_results_are_the_graphs_own() -> None:
-    """But not what lies in memory of the caller's, also as a view: that is copied."""
-    x, y, z, own, held = five()
-    results: Any = (own, (x, y), y[:1], z, held)
-    give = giver(results, [(2, z)], [held], [x.view(6), y])
-    given = [x, y, z.clone()]
-    first, (second, third), part, out, kept = give(given)
-    assert (first is own, out is given[2], kept is held) == (True, True, True)
-    for mine, other in ((second, x), (third, y), (part, y[:1])):
+    x, y, _, _, held = five()
+    _, run = replayed((y.view(6), (x[:1], 3), None, held, y.view(torch.int32)), [x, y], [held])
+    view, (part, number), none, same, bits = run([x, y])
+    assert (number, none) == (3, None)
+    assert same is held  # registered: no other replay writes it but where the caller wants it
+    for mine, other in ((view, y.view(6)), (part, x[:1]), (bits, y.view(torch.int32))):
         assert torch.equal(mine, other)
         assert mine.data_ptr() != other.data_ptr()
-    one = giver((own, z), [], [], [x])
-    assert one([x]) is one([y])
-    assert giver((), [], [], [])([]) == giver((), [], [])([]) == ()
 
 
-def test_views_of_outputs_are_not_taken_for_the_outputs() -> None:
-    y, empty = torch.randn(3, 3), torch.empty(0)
-    others = y.permute(1, 0), y.view(torch.int32), y[:2], empty
-    given = torch.full((3, 3), torch.nan), torch.empty(0)
-    for outs, kept in (([(0, y), (1, empty)], []), ([], [y, empty])):
-        found = giver(others, outs, kept)(given)
-        assert not any(mine is tensor for mine in found for tensor in (*given, y, empty))
-        for mine, other in zip(found, others, strict=True):
-            assert torch.equal(mine, other)
-            assert mine.dtype == other.dtype
-            assert mine.stride() == other.stride()
-            assert mine.data_ptr() != other.data_ptr() or not mine.numel()
-
-
-@pytest.mark.parametrize("static", [False, True])
-def test_an_input_that_is_a_result_is_the_callers(static: bool) -> None:
+def test_an_input_that_is_a_result_is_the_callers_also_where_it_moves() -> None:
     """As backward saves them; a view of one is copied."""
     x, y, *_ = five()
-    none = frozenset[int]()
-    pair = GraphPair([x, y], 2, Mock(), frozenset({1}), none, none, none)
+    pair = GraphPair([x, y], 2, Mock(), Touched(), frozenset({1}), ())
     tensors = pair.tensors([x, y])
-    pair.keep((*tensors, tensors[0][:1]), tensors, [], static)
+    pair.take_results((*tensors, tensors[0][:1]), tensors, [], [])
+    pair.launch.append(Mock())
     given = [x, torch.randn(2, 3)]
-    first, second, part = pair.gives[0](given)
+    first, second, part = pair.run(0, 1, given)
     assert first is x
     assert second is given[1]
     assert torch.equal(part, x[:1])
     assert part.data_ptr() != x.data_ptr()
 
 
-def test_what_is_copied_is_not_kept_alive() -> None:
-    """So that other graphs of the same memory can use it, and the caller's tensors can go."""
-    for static in (False, True):
-        block = torch.randn(4, 4)
-        others = [block] if static else None
-        item, ref = block[1:, ::2], StorageWeakRef(block.untyped_storage())
-        give = giver((item, (item,), block[4:, 1:]), [], [], others)
-        first, (second,), empty = give([])
-        assert torch.equal(first, item)
-        assert torch.equal(second, item)
-        assert (empty.shape, empty.stride()) == ((0, 3), block[4:, 1:].stride())
-        del item, block, others
-        assert ref.expired()
+def test_what_operators_made_lies_in_memory_of_the_pair(seed: int) -> None:
+    """Each storage of it once, with all views of it; the graph's own memory is let go of."""
+    torch.manual_seed(seed)
+    x, lasting, *_ = five()
+    block, alone = torch.randn(4, 6), torch.randn(3)
+    results = (block[:, 1:3], (alone, block.t()), lasting)
+    wanted = [block[:, 1:3].clone(), alone.clone(), block.t().clone(), lasting.clone()]
+    where, ref = lasting.data_ptr(), StorageWeakRef(block.untyped_storage())
+    pair, run = replayed(results, [x], lasting=[lasting])
+    del block, alone, results, lasting
+    assert ref.expired()
+    first, (second, third), fourth = run([x])
+    for found, right in zip((first, second, third, fourth), wanted, strict=True):
+        assert torch.equal(found, right)
+    assert first.untyped_storage().data_ptr() == third.untyped_storage().data_ptr()
+    assert first.stride() == (6, 1)
+    assert third.stride() == (1, 6)
+    assert fourth.data_ptr() == where
+    assert pair.held(1) == {0, 1, 2, 3}
+    del found, third
+    assert pair.held(1) == {0, 1, 2, 3}
+    del first
+    assert pair.held(1) == {1, 3}
+    del second
+    part = fourth[1:]
+    del fourth
+    assert pair.held(1) == {3}
+    assert not pair.much(pair.held(1))
+    del part
+    assert not pair.held(1)
+    assert pair.held(2) == {0, 1, 2, 3}, "reads on the first stream may be under way"
 
 
-@pytest.mark.parametrize("static", [False, True])
-def test_copies_have_the_strides_of_what_they_are_copies_of(static: bool) -> None:
+def test_copied_results_are_of_each_run_and_have_their_strides() -> None:
     """A backward is made for those of what its forward saves, such as a part of a split product."""
     whole, flat = torch.randn(4, 24), torch.randn(8)
     items = (
@@ -120,9 +115,22 @@ def test_copies_have_the_strides_of_what_they_are_copies_of(static: bool) -> Non
         flat[:1].expand(4),
         whole[:0].expand(0, 24),
     )
-    for given in giver(items, [], [], [whole, flat] if static else None)([]), items:
-        for found, item in zip(given, items, strict=True):
+    for copied in ((), range(len(items))):
+        pair, run = replayed(items, [], copied=copied)
+        for found, item in zip(run([]), items, strict=True):
             assert torch.equal(found, item)
             assert (found.stride(), found.is_contiguous()) == (item.stride(), item.is_contiguous())
-    found = giver(items, [], [], None)([])
-    assert not {t.data_ptr() for t in found[:-1]} & {t.data_ptr() for t in (*items, whole, flat)}
+            assert found.data_ptr() != item.data_ptr() or not item.numel()
+        del found
+        assert bool(pair.own) == (not copied)
+        assert not pair.held(1)
+
+
+def test_each_run_hands_out_other_tensors_with_versions_of_their_own() -> None:
+    """As autograd sees it: what a backward saved stays as it is."""
+    x, y, *_ = five()
+    _, run = replayed((y,), [x])
+    (first,), (second,) = run([x]), run([x])
+    assert first is not second
+    first.add_(1)
+    assert (first._version, second._version) == (1, 0)

@@ -1,14 +1,22 @@
 """A Program in two CUDA graphs, which read and write at the addresses that they were captured with.
 
-captured = GraphPair(given, num_inputs, driver, moved, written, bound, crossing)
-tensors = captured.tensors(given)                              # what is to be captured
-captured.keep(results, tensors, kept, static)                  # once for each of its `graphs`
-captured.bring(stream, given)                                  # before a replay, where it `moves`,
-captured.take(given)                                           # and after it
-captured.gives[turn](given)                                    # its results
+    pair = GraphPair(given, num_inputs, driver, touched, moved, copied)
+    pair.take_results(results, tensors, kept)        # once for each of its graphs
+    pair.fits(addresses, given), pair.held(stream)   # before a replay
+    outputs = pair.run(turn, stream, given)
 
-No tensor of the caller's is kept alive, so between runs its memory is free for others: a graph is
-replayed with tensors that lie at its addresses, and these are what it reads.
+Note [Where results lie]
+    Results of a pair lie in memory of its own, outside of the graphs' pool, which has temporaries
+    alone: other graphs write those at any time. What a Program allocates for a result is that
+    memory; what an operator makes is copied there at the end of the graph. Each run hands out new
+    tensors of it. While one of them is referenced, by whatever view, the pair is not replayed: the
+    number of references to each storage tells (`held`). Graphs cannot be given other addresses, so
+    the alternatives are a further pair, or copies that are made behind each replay (`copied`).
+
+    Gradients of Parameters are such results: a caller who lets go of `.grad` before the next
+    backward has them in the pair's memory, which nobody else needs meanwhile, and nothing is
+    copied. Copies would take the same bytes at the end of a backward. With gradients that are
+    accumulated the first pair's stay referenced, and a second pair serves all later backwards.
 
 Note [Copies and allocations]
     A graph's copy between two GPUs keeps the allocation and not only the address. Once that is
@@ -23,9 +31,9 @@ Note [Copies and allocations]
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,9 +45,10 @@ from interlace.ir import Call, Program
 from interlace.ir.operators import facts_of
 from interlace.runtime.calling.calls import Outputs
 from interlace.runtime.values import copier, once
+from interlace.torch_private import storage_behind, storage_use_count
 
-Give = Callable[[Sequence[torch.Tensor]], Outputs]
-"""The results of a replay, of the tensors that it was given."""
+Give = Callable[[Sequence[torch.Tensor]], Any]
+"""One result of a replay, of the tensors that it was given."""
 Launch = Callable[[int], None]
 """Launches a graph on a stream, the caller's current one."""
 
@@ -59,6 +68,24 @@ def launcher(program: Program, driver: Driver) -> Callable[[torch.cuda.CUDAGraph
     return (lambda graph: lambda _: graph.replay()) if may_draw(program) else driver.launcher
 
 
+def leaves(results: Outputs) -> Iterator[tuple[int, Any]]:
+    """Results and parts of results that are no tuples, with their numbers."""
+
+    def flat(items: Outputs) -> Iterator[Any]:
+        for item in items:
+            yield from flat(item) if isinstance(item, tuple) else (item,)
+
+    return enumerate(flat(results))
+
+
+def copy_of(item: torch.Tensor) -> Give:
+    """Function that copies what lies in memory that a graph knows by its address alone."""
+    storage, empty = item.untyped_storage(), torch.empty(0, dtype=item.dtype, device=item.device)
+    raw = tensor_at(storage.data_ptr(), storage.nbytes(), item.device).untyped_storage()
+    copy = copier(empty.set_(raw, item.storage_offset(), item.shape, item.stride()))  # pyright: ignore
+    return lambda given: copy()
+
+
 def _in_one_piece(tensor: torch.Tensor) -> int:
     """The bytes of a tensor's memory; 0 where it is not all the tensor's."""
     each = once(tensor)
@@ -67,117 +94,44 @@ def _in_one_piece(tensor: torch.Tensor) -> int:
     return span * tensor.itemsize if span == each.numel() else 0
 
 
-def giver(
-    results: Outputs,
-    outs: Sequence[tuple[int, torch.Tensor]],
-    kept: Sequence[torch.Tensor],
-    others: Sequence[torch.Tensor] | None = None,
-) -> Give:
-    """The results of a replay: the caller's tensors, by number, that are whole results (`outs`,
-    inputs among them); what is `kept`; and copies of the rest, which no replay writes again. With
-    `others`, what lies in none of these is given as it is."""
-    storages = None if others is None else {t.untyped_storage().data_ptr() for t in others}
-    gives = [_give(item, outs, kept, storages) for item in results]
-    if gives and all(isinstance(give, operator.itemgetter) for give in gives):
-        places = [_place(item, outs) for item in results]
-        return operator.itemgetter(*places) if len(places) > 1 else lambda given: (gives[0](given),)
-    if all(isinstance(give, functools.partial) for give in gives):
-        same = tuple(results)
-        return lambda given: same
-    return lambda given: tuple([give(given) for give in gives])
+@dataclass(frozen=True)
+class Touched:
+    """Numbers of the caller's tensors, by what a Program does with them."""
 
-
-def _same(item: Any, given: Sequence[torch.Tensor]) -> Any:
-    return item
-
-
-def _place(item: Any, outs: Sequence[tuple[int, torch.Tensor]]) -> int | None:
-    """The number of the caller's tensor that a result is: no view of other strides or type."""
-    for index, tensor in outs:
-        alike = item.shape == tensor.shape and item.stride() == tensor.stride()
-        if alike and item.dtype == tensor.dtype and item.data_ptr() == tensor.data_ptr():
-            return index
-    return None
-
-
-def _give(
-    item: Any,
-    outs: Sequence[tuple[int, torch.Tensor]],
-    kept: Sequence[torch.Tensor],
-    storages: set[int] | None,
-) -> Callable[[Sequence[torch.Tensor]], Any]:
-    """Returns a function that makes one result, of the tensors that a replay is given.
-
-    A copy is made from memory that the result does not own: other graphs of the same pool can use
-    it, and so can others where it is the caller's.
-    """
-    if isinstance(item, tuple):
-        parts = [_give(part, outs, kept, storages) for part in item]
-        return lambda given: tuple([part(given) for part in parts])
-    if not isinstance(item, torch.Tensor):
-        return functools.partial(_same, item)
-    made = torch.empty(0, dtype=item.dtype, device=item.device)
-    if not item.numel():
-        copy = copier(made.new_empty_strided(item.shape, item.stride()))
-        return lambda given: copy()
-    if any(item is tensor for tensor in kept):
-        return functools.partial(_same, item)
-    if (place := _place(item, outs)) is not None:
-        return operator.itemgetter(place)
-    storage = item.untyped_storage()
-    if storages is not None and storage.data_ptr() not in storages:
-        return functools.partial(_same, item)
-    raw = tensor_at(storage.data_ptr(), storage.nbytes(), item.device).untyped_storage()
-    copy = copier(made.set_(raw, item.storage_offset(), item.shape, item.stride()))  # pyright: ignore
-    return lambda given: copy()
-
-
-def _bytes_beside(results: Outputs, others: Sequence[torch.Tensor]) -> int:
-    """The bytes of what results lie in, but for the memory of other tensors."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in others}
-    found = {
-        storage.data_ptr(): storage.nbytes()
-        for item in results
-        if isinstance(item, torch.Tensor)
-        and (storage := item.untyped_storage()).data_ptr() not in known
-    }
-    return sum(found.values())
+    written: frozenset[int] = frozenset()
+    bound: frozenset[int] = frozenset()
+    """Tensors that a backend may have mapped into the peers (graphs.py, Note [NCCL and
+    addresses])."""
+    crossing: frozenset[int] = frozenset()
+    """Tensors that Put and Get read or write."""
 
 
 class GraphPair:
-    """Both graphs, what is copied into and out of them, and what gives their results."""
+    """Two graphs, what is copied into and out of them, and the memory of their results."""
 
     def __init__(
         self,
         given: Sequence[torch.Tensor],
         num_inputs: int,
         driver: Driver,
+        touched: Touched,
         moved: frozenset[int],
-        written: frozenset[int],
-        bound: frozenset[int],
-        crossing: frozenset[int],
+        copied: Collection[int],
     ) -> None:
-        """`moved` are the numbers of the tensors that come at any address and have places of their
-        own, `written` of those that the Program changes, `bound` of those whose storage counts
-        (Note [NCCL and addresses]), `crossing` of those that Put and Get read or write."""
-        self._driver = driver
+        """`moved` are the numbers of the caller's tensors that come at any address, and have places
+        of their own; `copied` those of the results of which each run gets copies."""
+        self._driver, self._bound = driver, touched.bound - moved
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.launch: list[Launch] = []
-        self.gives: list[Give] = []
-        """The results of a replay, by graph: the caller's tensors, or what no replay writes."""
-        self.used = 0
-        self.own = 0
-        """Bytes of results that a graph of these keeps, at most."""
-        self.moved, self.moves = moved, bool(moved)
-        self.addresses = [tensor.data_ptr() for tensor in given]
+        self.moved, self.copied = moved, copied
+        self.addresses = tuple([tensor.data_ptr() for tensor in given])
         """Where the tensors lay when the graphs were captured."""
-        self._still = [
-            (i, t.data_ptr(), StorageWeakRef(t.untyped_storage()) if i in bound else None)
-            for i, t in enumerate(given)
-            if i not in moved
-        ]
-        self.crossing = {
-            i: driver.buffer_id(self.addresses[i]) for i in crossing - moved if given[i].numel()
+        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in given]
+        self._skips = [t.data_ptr() - t.untyped_storage().data_ptr() for t in given]
+        self._crossing = {
+            i: driver.buffer_id(self.addresses[i])
+            for i in touched.crossing - moved
+            if given[i].numel()
         }
         """Number of the allocation that copies of the graphs are bound to, by tensor."""
         with torch.inference_mode(False):  # later runs may copy into them outside of it
@@ -192,74 +146,211 @@ class GraphPair:
             if i < num_inputs
         ]
         self._outs = [
-            (i, place) for i, place in self.places.items() if i >= num_inputs or i in written
+            (i, place)
+            for i, place in self.places.items()
+            if i >= num_inputs or i in touched.written
         ]
+        self.own: dict[int, torch.Tensor] = {}
+        """Results that are handed out where they lie, by number."""
+        self._gives: list[list[Give]] = []
+        self._lasting: list[torch.UntypedStorage] = []
+        """Memory that the graphs write, also where its results are copied."""
+        self._watched: list[tuple[Any, int, int, frozenset[int]]] = []
+        """Each storage of these, its references from here, its bytes, the results in it."""
+        self.stream: int | None = None
+        """Stream of the last run, where callers may still be reading results."""
 
-    def off(self, addresses: Sequence[int]) -> set[int]:
+    def off(self, addresses: Sequence[int]) -> frozenset[int]:
         """The tensors that do not lie where the graphs have them, but for those that are copied."""
-        return {*self._off(addresses)}
+        return frozenset(
+            i
+            for i, address in enumerate(self.addresses)
+            if i not in self.moved and (addresses[i] != address or self._is_another(i))
+        )
 
-    def fits(self, addresses: Sequence[int]) -> bool:
-        """True if every tensor that is not copied lies where the graphs have it."""
-        return len(addresses) == len(self.addresses) and not any(True for _ in self._off(addresses))
+    def _is_another(self, i: int) -> bool:
+        """True if other memory has come to lie at the address of a tensor, and that counts."""
+        if i in self._bound and self._storages[i].expired():
+            return True
+        number = self._crossing.get(i)
+        return number is not None and self._driver.buffer_id(self.addresses[i]) != number
 
-    def _off(self, addresses: Sequence[int]) -> Iterator[int]:
-        for index, address, storage in self._still:
-            if (
-                addresses[index] != address
-                or (storage is not None and storage.expired())
-                or (index in self.crossing and self._is_another(index))
-            ):
-                yield index
+    def fits(self, addresses: Sequence[int], given: Sequence[torch.Tensor]) -> bool:
+        """True if every tensor lies where the graphs have it, or is copied there."""
+        if not self.moved and not self._bound and not self._crossing:
+            return addresses == self.addresses
+        return (
+            len(addresses) == len(self.addresses)
+            and not self.off(addresses)
+            and all(given[i].is_cuda for i in self.places)
+        )
 
-    def _is_another(self, index: int) -> bool:
-        return self._driver.buffer_id(self.addresses[index]) != self.crossing[index]
+    def lives(self, i: int) -> bool:
+        """True if the memory that a tensor had at capture is still somebody's, at that address."""
+        storage = storage_behind(self._storages[i].cdata)
+        return storage is not None and storage.data_ptr() + self._skips[i] == self.addresses[i]
 
-    @property
-    def replaced(self) -> bool:
-        """True if the graphs can serve nobody again: Note [Copies and allocations]."""
-        return any(map(self._is_another, self.crossing))
+    def held(self, stream: int) -> frozenset[int]:
+        """The results of the last run that may still be used: Note [Where results lie]."""
+        if self.stream not in (None, stream):  # callers' reads on that stream are behind no event
+            return frozenset(self.own)
+        found = frozenset[int]()
+        for storage, count, _, numbers in self._watched:
+            if storage_use_count(storage._cdata) != count:
+                found |= numbers
+        return found
 
-    def takes(self, given: Sequence[torch.Tensor]) -> bool:
-        return all(given[index].is_cuda for index in self.places)
+    def much(self, numbers: frozenset[int]) -> bool:
+        """True if results have more than half of the bytes of all."""
+        own = sum(nbytes for _, _, nbytes, _ in self._watched)
+        return 2 * sum(b for _, _, b, each in self._watched if each & numbers) > own
 
     def tensors(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors that the graphs read and write: the given ones, or places of their own."""
         return [self.places.get(index, tensor) for index, tensor in enumerate(given)]
 
-    def keep(
+    def make(self, layouts: Sequence[Layout]) -> None:
+        """Makes memory for what operators make, but for the copied ones."""
+        with torch.inference_mode(False):
+            for layout in layouts:
+                parts = {n: facts for n, facts in layout.parts.items() if n not in self.copied}
+                if parts:
+                    memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=layout.device)
+                    storage = memory.untyped_storage()
+                    for number, (dtype, *facts) in parts.items():
+                        empty = torch.empty(0, dtype=dtype, device=layout.device)
+                        self.own[number] = empty.set_(storage, *facts)  # pyright: ignore
+
+    def bring(self, results: Outputs) -> None:
+        """In a capture: copies what operators made to where it is handed out."""
+        done = set[int]()
+        for number, item in leaves(results):
+            if (own := self.own.get(number)) is not None:
+                storage, source = own.untyped_storage(), item.untyped_storage()
+                if storage.data_ptr() not in {*done, source.data_ptr()}:
+                    done.add(storage.data_ptr())
+                    _bytes(storage).copy_(_bytes(source))
+
+    def take_results(
         self,
         results: Outputs,
         tensors: Sequence[torch.Tensor],
         kept: Sequence[torch.Tensor],
-        static: bool,
+        lasting: Collection[torch.Tensor],
     ) -> None:
-        """Takes the results of a graph that was captured with these `tensors`: `giver`."""
-        whole = list(enumerate(tensors))
-        self.gives.append(giver(results, whole, kept, tensors if static else None))
-        if static:
-            self.own = max(self.own, _bytes_beside(results, [*tensors, *kept]))
+        """Takes the results of a graph that was captured with these `tensors`. Of the registered
+        ones (`kept`) and of `lasting` memory, which was made for results, nothing is copied."""
+        self._lasting = [tensor.untyped_storage() for tensor in lasting]
+        storages = {storage.data_ptr() for storage in self._lasting}
+        for number, item in leaves(results):
+            lies = isinstance(item, torch.Tensor) and item.untyped_storage().data_ptr() in storages
+            if lies and number not in self.copied and _place(item, tensors) is None:
+                self.own.setdefault(number, _plain(item))
+        numbers = iter(range(1 << 30))
+        self._gives.append([self._give(item, numbers, tensors, kept) for item in results])
+        groups: dict[int, list[int]] = {}
+        for number, tensor in self.own.items():
+            groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(number)
+        self._watched = []
+        for each in groups.values():
+            storage = self.own[each[0]].untyped_storage()
+            self._watched.append((storage, len(each) + 1, storage.nbytes(), frozenset(each)))
 
-    def bring(self, stream: int, given: Sequence[torch.Tensor]) -> None:
-        """Copies what comes at any address to where the graphs read it."""
+    def _give(
+        self,
+        item: Any,
+        numbers: Iterator[int],
+        tensors: Sequence[torch.Tensor],
+        kept: Sequence[torch.Tensor],
+    ) -> Give:
+        if isinstance(item, tuple):
+            parts = [self._give(part, numbers, tensors, kept) for part in item]
+            return lambda given: tuple([part(given) for part in parts])
+        number = next(numbers)
+        if not isinstance(item, torch.Tensor) or any(item is tensor for tensor in kept):
+            return lambda given: item
+        if not item.numel():
+            empty = torch.empty_strided(
+                item.shape, item.stride(), dtype=item.dtype, device=item.device
+            )
+            copy = copier(empty)
+            return lambda given: copy()
+        if (place := _place(item, tensors)) is not None:
+            return operator.itemgetter(place)
+        if (own := self.own.get(number)) is not None:
+            return lambda given: own.data
+        return copy_of(item)
+
+    def run(self, turn: int, stream: int, given: Sequence[torch.Tensor]) -> Outputs:
+        """A replay, with copies of what comes at any address, in and out."""
         for index, place, address, nbytes in self._ins:
             if nbytes:
                 self._driver.copy(stream, address, given[index].data_ptr(), nbytes)
             else:
                 place.copy_(once(given[index]))
-
-    def take(self, given: Sequence[torch.Tensor]) -> None:
-        """Copies what the graphs wrote to where the caller wants it."""
+        self.launch[turn](stream)
         for index, place in self._outs:
             given[index].copy_(place)
+        self.stream = stream
+        return tuple([give(given) for give in self._gives[turn]])
 
-    def retire(self) -> None:
+    def let_go(self) -> None:
         """Lets go of all memory but the graphs' own, once their runs have ended."""
-        self.launch.clear()
-        self.places.clear()
-        self._ins, self._outs = [], []
+        for each in (self.launch, self.places, self._ins, self._outs, self.own):
+            each.clear()
+        self._gives.clear()
+        self._watched.clear()
+        self._lasting.clear()
 
-    def reset(self) -> None:
-        self.launch.clear()
-        for graph in self.graphs:
-            graph.reset()
+
+def _place(item: torch.Tensor, tensors: Sequence[torch.Tensor]) -> int | None:
+    """The number of the caller's tensor that a result is: no view of other strides or type."""
+    for index, tensor in enumerate(tensors):
+        alike = item.shape == tensor.shape and item.stride() == tensor.stride()
+        if alike and item.dtype == tensor.dtype and item.data_ptr() == tensor.data_ptr():
+            return index
+    return None
+
+
+def _plain(item: torch.Tensor) -> torch.Tensor:
+    """The tensor, as runs within and outside of inference mode can hand it out."""
+    with torch.inference_mode(False):
+        if not item.is_inference():
+            return item.data
+        empty = torch.empty(0, dtype=item.dtype, device=item.device)
+        facts = item.storage_offset(), item.shape, item.stride()
+        return empty.set_(item.untyped_storage(), *facts)  # pyright: ignore
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A storage with results in it."""
+
+    nbytes: int
+    device: torch.device
+    parts: dict[int, tuple[Any, ...]]
+    """Type, offset, shape and strides of each result there, by number."""
+
+
+def layouts_of(
+    results: Outputs,
+    tensors: Sequence[torch.Tensor],
+    kept: Sequence[torch.Tensor],
+    lasting: Collection[torch.Tensor],
+) -> list[Layout]:
+    """Storages that operators made for results: they are none of what the graph was captured
+    with."""
+    known = {t.untyped_storage().data_ptr() for t in (*tensors, *kept, *lasting)}
+    found: dict[int, Layout] = {}
+    for number, item in leaves(results):
+        if isinstance(item, torch.Tensor) and item.numel():
+            storage = item.untyped_storage()
+            if storage.data_ptr() not in known:
+                of = Layout(storage.nbytes(), item.device, {})
+                parts = found.setdefault(storage.data_ptr(), of).parts
+                parts[number] = item.dtype, item.storage_offset(), item.shape, item.stride()
+    return list(found.values())
