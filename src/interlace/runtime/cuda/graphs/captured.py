@@ -134,6 +134,8 @@ class GraphPair:
             if given[i].numel()
         }
         """Number of the allocation that copies of the graphs are bound to, by tensor."""
+        self._still = [i for i in range(len(given)) if i not in moved]
+        self._looked_at = [*{*self._bound, *self._crossing}]
         with torch.inference_mode(False):  # later runs may copy into them outside of it
             self.places = {
                 i: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
@@ -163,9 +165,7 @@ class GraphPair:
     def off(self, addresses: Sequence[int]) -> frozenset[int]:
         """The tensors that do not lie where the graphs have them, but for those that are copied."""
         return frozenset(
-            i
-            for i, address in enumerate(self.addresses)
-            if i not in self.moved and (addresses[i] != address or self._is_another(i))
+            i for i in self._still if addresses[i] != self.addresses[i] or self._is_another(i)
         )
 
     def _is_another(self, i: int) -> bool:
@@ -177,13 +177,14 @@ class GraphPair:
 
     def fits(self, addresses: Sequence[int], given: Sequence[torch.Tensor]) -> bool:
         """True if every tensor lies where the graphs have it, or is copied there."""
-        if not self.moved and not self._bound and not self._crossing:
-            return addresses == self.addresses
-        return (
-            len(addresses) == len(self.addresses)
-            and not self.off(addresses)
-            and all(given[i].is_cuda for i in self.places)
-        )
+        if addresses != self.addresses:
+            if not self.moved or len(addresses) != len(self.addresses):
+                return False
+            if any(addresses[i] != self.addresses[i] for i in self._still):
+                return False
+        if any(map(self._is_another, self._looked_at)):
+            return False
+        return all(given[i].is_cuda for i in self.moved)
 
     def lives(self, i: int) -> bool:
         """True if the memory that a tensor had at capture is still somebody's, at that address."""
