@@ -29,6 +29,7 @@ from interlace.runtime import Executor
 from interlace.strategies import StrategyName
 
 pytestmark = [pytest.mark.timeout(110), pytest.mark.xdist_group("hierarchy")]
+CUDA_TIMEOUT_S = 10.0
 SERVE = ("serial", "pipeline", "ring")
 K, N = 16, 24
 
@@ -181,7 +182,10 @@ def run_on(
     is killed in one."""
     program = lower(text_of("gather", [64] * 4, [[0, 1], [2, 3]]), Options(strategy=strategy))
     transport: Any = "nccl" if device == "cuda" else "auto"
-    options = Options(timeout_s=TIMEOUT_S, transport=transport)
+    # NCCL connects within the limit, which takes seconds where many tests share the GPU.
+    options = Options(
+        timeout_s=CUDA_TIMEOUT_S if device == "cuda" else TIMEOUT_S, transport=transport
+    )
     groups = {"tp": world_group()}
     executor = Executor(program, groups=groups, device=device, options=options).prepare()
     own = torch.Generator().manual_seed(seed + dist.get_rank())

@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.test_hierarchy import ALL, SERVE, exact, run_on, text_of
+from tests.e2e.test_hierarchy import ALL, CUDA_TIMEOUT_S, SERVE, exact, run_on, text_of
 from tests.runtime.programs import attempt, world_group
-from tests.runtime.test_faults import TIMEOUT_S
 from tests.support.pool import Died, Pool, work
 
 from interlace.options import Options
@@ -81,7 +80,7 @@ def test_a_killed_rank_is_named_with_its_host(
     for error, text, seconds in results:
         assert error in ("PeerError", "CommTimeoutError"), text
         assert "rank 3" in text, text
-        assert seconds < TIMEOUT_S + 5
+        assert seconds < CUDA_TIMEOUT_S + 5
 
 
 def astray(seed: int) -> list[str]:
