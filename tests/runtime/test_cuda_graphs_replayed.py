@@ -196,7 +196,7 @@ def stepped(
                 look()
                 assert same(found, eager)
                 dy, dw = back(*found[1:4], dy)
-                due, right = backward(*eager[1:4], due)
+                due, right = backward(*eager[1:4], due)  # pyright: ignore
                 assert torch.equal(dy, due)
                 gradients[index] += dw
                 wanted[index] += right
