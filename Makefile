@@ -16,7 +16,8 @@ JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 BIN := $(VENV)/bin
 export PYTHON TORCH_INDEX EXTRAS
-unexport PYTHONPATH PYTHONHOME
+# Without kept bytecode each worker of pytest rewrites the assertions of all tests anew: 8 s.
+unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow lint lint-code lint-format lint-types lint-imports format docs clean

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib.util
 import secrets
 import sys
@@ -16,7 +18,7 @@ if ROOT not in sys.path:  # so that `tests.support` can be imported, here and in
 if importlib.util.find_spec("interlace") is None:  # not installed
     sys.path.insert(0, f"{ROOT}/src")
 
-from tests.support.pool import Pool, preload  # noqa: E402
+from tests.support.pool import Pool, launched, preload  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,6 +37,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips what needs Triton where it is not installed."""
     if item.get_closest_marker("kernels") and importlib.util.find_spec("triton") is None:
         pytest.skip("needs Triton: make test EXTRAS=test-kernels")
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage need not walk the modules and tests, which stay."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -69,6 +77,13 @@ def pool() -> Iterator[Pool]:
     shared = Pool()
     yield shared
     shared.close()
+
+
+@pytest.fixture
+def launched_on_pool(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that a command launches are those of the pool, which have imported what they need."""
+    for place in ("interlace.launch.launch", "interlace_bench.ranks.launch"):
+        monkeypatch.setattr(place, functools.partial(launched, pool))
 
 
 @pytest.fixture

@@ -23,7 +23,9 @@ from interlace.options import Options
         ("resharding", "never"),
         ("regions", "jit"),
         ("transport", "mpi"),
-        ("regather", "maybe"),
+        ("memory", "most"),
+        ("memory", -1),
+        ("memory", 1.5),
         ("timeout_s", 0),
         ("timeout_s", -1.0),
         ("timeout_s", math.inf),
@@ -39,8 +41,8 @@ from interlace.options import Options
         ("in_order", "no"),
         ("graph", 1),
         ("calibration", 5),
-        ("regather", 1),
-        ("regather", [True]),
+        ("memory", True),
+        ("memory", [1]),
         ("strategy", ["peer"]),
     ],
     ids=lambda value: str(value),
@@ -52,8 +54,8 @@ def test_a_wrong_value_is_named(name: str, value: Any) -> None:
 
 def test_a_tensor_is_no_choice() -> None:
     torch = pytest.importorskip("torch")
-    with pytest.raises(OptionError, match="regather"):
-        Options(regather=torch.ones(2))
+    with pytest.raises(OptionError, match="memory"):
+        Options(memory=torch.ones(2))
 
 
 def test_unknown_options_are_named_with_the_known_ones() -> None:
@@ -66,6 +68,7 @@ def test_unknown_options_are_named_with_the_known_ones() -> None:
     [
         ("protocol", "put", "strategy='peer'"),
         ("chunks", 4, "decompose{chunks=...}"),
+        ("regather", True, "memory='auto'"),
         ("strategy", "shift", "strategy='ring'"),
         ("strategy", "hierarchical", "strategy='ring'"),
         ("strategy", "broadcast", "strategy='pipeline'"),

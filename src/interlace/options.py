@@ -30,13 +30,13 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "resharding": get_args(Resharding),
     "regions": get_args(Regions),
     "transport": ("auto", *BACKENDS),
-    "regather": ("auto", True, False),
 }
 
 _SWITCH = (bool,), bool, "True or False"
 _TYPES: dict[str, tuple[tuple[type, ...], Callable[[Any], object], str]] = {
     **dict.fromkeys(("overlap", "in_order", "graph", "static_outputs", "trace"), _SWITCH),
     "cache_size": ((Integral,), int, "a whole number"),
+    "memory": ((Integral,), int, "'auto' or a whole number of bytes"),
     "timeout_s": ((Real,), float, "a number of seconds"),
     "calibration": ((str, os.PathLike), os.fspath, "the path of a file"),
     "schedules": ((str, os.PathLike), os.fspath, "the path of a folder"),
@@ -48,6 +48,8 @@ GONE = {
     "protocol": "strategy='peer', which takes get or put for each site by the cost model",
     "chunks": "the pass decompose{chunks=...} in `interlace opt -p` and `run_pipeline`; strategies "
     "choose how finely they cut",
+    "regather": "memory='auto', which gathers again where matmuls hide that, or memory=BYTES, the "
+    "most that forward saves for backward",
 }
 """Options that went, and what stands for each; errors name it for one release."""
 
@@ -79,9 +81,13 @@ class Options:
             `before` or `after` it, or where it moves fewer bytes (`auto`).
         regions: what runs the operators that are no site: `eager`, `inductor`, or by device
             (`auto`).
-        regather: save the local shard and gather again in backward, instead of saving the gathered
-            tensor: True, False, or where the matmuls that it feeds hide that (`auto`). If the
-            caller modifies the saved tensor before backward, backward raises an error.
+        memory: most bytes that a compiled graph saves on each rank for backward, or `auto`.
+            Gathered rows are kept, or their shard alone is and backward gathers them again: with
+            `auto` where matmuls hide that and the shard is no larger than what it replaces; within
+            a budget as seldom as it allows, first where that takes the least predicted time. A
+            budget that cannot be met is refused with the number that can. Sizes that change count
+            as they were when the graph was traced. If the caller modifies the saved
+            tensor before backward, backward raises an error.
         transport: what moves bytes, where a strategy leaves a choice: `gloo`, `nccl`, `ucc` or
             `peer`; `auto` takes the backend of the process group.
         graph: capture the Program in CUDA graphs and replay them.
@@ -105,7 +111,7 @@ class Options:
     strategy: StrategyName = "auto"
     resharding: Resharding = "auto"
     regions: Regions = "auto"
-    regather: bool | Literal["auto"] = "auto"
+    memory: int | Literal["auto"] = "auto"
     transport: Transport = "auto"
     graph: bool = False
     static_outputs: bool = False
@@ -131,6 +137,8 @@ class Options:
             value = getattr(self, name)
             if value is None and name in ("calibration", "schedules", "timeout_s"):
                 continue
+            if name == "memory" and isinstance(value, str) and value == "auto":
+                continue
             if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
                 raise OptionError(f"option {name}={value!r}: give {what}")
             object.__setattr__(self, name, plain(value))
@@ -144,6 +152,8 @@ class Options:
                 f"option timeout_s={self.timeout_s!r}: give a number of seconds > 0, "
                 f"at most {LONGEST_S:g}"
             )
+        if self.memory != "auto" and self.memory < 0:
+            raise OptionError(f"option memory={self.memory}: give 'auto' or bytes >= 0")
         if self.cache_size < 1:
             raise OptionError("option cache_size must be >= 1")
         if self.static_outputs and not self.graph:

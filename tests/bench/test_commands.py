@@ -33,6 +33,7 @@ def bench_here(*args: str, code: int = 0) -> Any:
     return done
 
 
+@pytest.mark.usefixtures("launched_on_pool")
 def test_overlap(tmp_path: Path) -> None:
     only = "put,auto,sequential"
     done = bench_here("overlap", *TINY, "--only", only, "--out", str(tmp_path), "--seconds", "20")

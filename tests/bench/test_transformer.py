@@ -46,7 +46,7 @@ ALL_WAYS = ("eager", "compile", "layers", "layers-fp8", "compile-fp8", "async-tp
 def raced(ways: tuple[str, ...]) -> Any:
     """The report of a run of tiny layers, and the rows that were told meanwhile."""
     given: Any = {"model": "tiny", "sequence": 32, "dtype": "f32", "seconds": 0.5}
-    settings = TransformerSettings(**given, only=",".join(ways))
+    settings = TransformerSettings(**given, strategy="peer", only=",".join(ways))
     events: list[dict[str, Any]] = []
     report = work(settings, here(CPU), events.append)
     return report, [row for event in events if event["event"] == "rows" for row in event["rows"]]
@@ -72,7 +72,8 @@ def test_ways_train_alike_and_rows_tell_what_overlap_gains(
 
 def checked() -> str | None:
     """The problem of `layers` that have forgotten to sum the gradients of norms."""
-    settings = TransformerSettings(model="tiny", sequence=32, batch=2, dtype="f32")
+    given: Any = {"model": "tiny", "sequence": 32, "batch": 2, "dtype": "f32"}
+    settings = TransformerSettings(**given, strategy="serial")
     trained = LayerVariants(settings, here(CPU))
     trained._sum = lambda copied: None  # type: ignore[method-assign]
     racer = prepare(trained.ranks, trained.variant("layers"))

@@ -143,6 +143,7 @@ def test_what_is_measured_on_several_hosts(
     assert (machine.links, machine.between) == (inside, across)
 
 
+@pytest.mark.usefixtures("launched_on_pool")
 @pytest.mark.timeout(200)
 def test_measuring_on_a_cpu(cache: Path, tmp_path: Path) -> None:
     sizes = ["--most", "4096", "--seconds", "2"]

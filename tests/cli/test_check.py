@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from tests.cli.schedules import RACE, RING, SOUND, STAGES, command, invoke
 
+from interlace.cost.memory import COPIES
+
 RACE_TEXT = """\
 unsound: 2 faults (2 ranks, 22 ops, _ ms)
 
@@ -28,13 +30,22 @@ def write(tmp_path: Path):
 
 
 def run(*args: str) -> tuple[int, str, str]:
+    """The verdict, without the line on memory."""
     code, out, error = invoke(*args)
-    return code, re.sub(r"\d+ ms", "_ ms", out), error
+    return code, re.sub(r"\nmemory: .*", "", re.sub(r"\d+ ms", "_ ms", out)), error
 
 
 def test_sound(write) -> None:
     said = "sound (2 ranks by symmetry of tp: 1 visited, 24 ops, _ ms)\n"
     assert run("check", write(SOUND)) == (0, said, "")
+
+
+def test_the_last_line_is_the_memory_of_a_run(write) -> None:
+    peak = 128 * 512 * 4 + COPIES * 128 * 256 * 4
+    told = invoke("check", write(SOUND))[1].splitlines()[-1]
+    assert told.startswith(f"memory: peak {peak:,} bytes at op")
+    assert json.loads(invoke("check", write(SOUND), "--json")[1])["memory"]["peak_bytes"] == peak
+    assert "memory" not in invoke("check", write(RACE))[1]
 
 
 def test_unsound_shows_the_counterexample_and_the_fix(write) -> None:

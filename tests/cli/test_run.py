@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cli.schedules import RACE, SOUND, STAGES, command, invoke
+from tests.cli.schedules import RACE, SOUND, STAGES, invoke
 from tests.support.pool import Pool
 
 from interlace.cost import Timeline
@@ -171,21 +171,22 @@ def test_a_folder_stands_for_its_one_schedule(tmp_path: Path) -> None:
     assert f"holds 2 schedules: name one: {tmp_path / 'a.ilc'}, {tmp_path / 'b.ilc'}" in error
 
 
+@pytest.mark.usefixtures("launched_on_pool")
 def test_the_command(tmp_path: Path) -> None:
     path, page = tmp_path / "sound.ilc", tmp_path / "deep" / "page.html"
     path.write_text(SOUND)
     path.with_suffix(".serial.ilc").write_text(WRONG)
     args = ("run", str(path), "--device", "cpu", "--runs", "2")
-    done = command(*args, "--check-against", "serial", "--html", str(page))
-    assert done.returncode == 1, done.stderr
-    lines = done.stdout.splitlines()
+    code, out, error = invoke(*args, "--check-against", "serial", "--html", str(page))
+    assert code == 1, error
+    lines = out.splitlines()
     assert lines[0] == "sound; 2 ranks; drawn by seed: x, w"
     assert lines[2].split() == ["result", "type", "digest", "by", "rank", "against", "serial"]
     assert lines[3].startswith("y       f32[128, 512]")
     assert lines[3].endswith("DIFFERS")
-    assert "rank 0, y: off by " in done.stdout
-    assert "(median of 2 runs, " in done.stdout
-    assert " times as long" in done.stdout
+    assert "rank 0, y: off by " in out
+    assert "(median of 2 runs, " in out
+    assert " times as long" in out
     assert lines[-1] == f"wrote {page}"
     assert page.exists()
 

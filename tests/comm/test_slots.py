@@ -23,6 +23,9 @@ def _let_go_in_turn(times: int) -> list[list[tuple[str, int]]]:
     (slot,) = pool.ensure("a/lent", {"lent": 8192}, LIMIT_S).values()
     (same,) = pool.ensure("a/again", {"lent": 8192}, LIMIT_S).values()
     assert same is slot
+    (larger,) = pool.ensure("a/smaller", {"lent": 100}, LIMIT_S).values()
+    assert larger is slot, "a slot that is held serves smaller buffers too"
+    pool.let_go(larger)
     assert kept in pool.slots.values()
     for turn in range(times):
         if turn == dist.get_rank():

@@ -198,7 +198,7 @@ def train_layer(options: dict[str, Any] | None, steps: int, seed: int) -> Trace:
 Train = Callable[[dict[str, Any] | None, int, int], Trace]
 
 
-DRAWN = 2
+DRAWN = 1
 """How many strategies are tried where there is no time for all of them."""
 
 

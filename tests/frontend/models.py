@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -18,6 +20,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+
+from interlace.errors import OptionError
 
 
 class Function(nn.Module):
@@ -145,6 +149,15 @@ def parallelise_block(block: nn.Module, mesh: DeviceMesh, **how: Any) -> nn.Modu
     plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attn.wo", "mlp.w2")}
     parallelize_module(block, mesh, plan, **how)
     return block
+
+
+def least_memory(compile_with: Callable[[int], object]) -> int:
+    """The bytes that the refusal of no bytes names; the compiler is called with a budget."""
+    with pytest.raises(OptionError, match="option memory=0: ") as refused:
+        compile_with(0)
+    found = re.search(r"fix: give memory=(\d+) or more", str(refused.value))
+    assert found is not None, refused.value
+    return int(found[1])
 
 
 def world_mesh() -> DeviceMesh:

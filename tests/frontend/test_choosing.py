@@ -65,7 +65,7 @@ OPTIONS: list[tuple[Any, Any, str, str]] = [
     ({"strategy": "ring"}, {"strategy": "peer"}, "strategy='ring'", "strategy='peer'"),
     ({}, {"overlap": False}, "overlap=True", "overlap=False"),
     ({"in_order": True}, {}, "in_order=True", "in_order=False"),
-    ({"regather": "auto"}, {"regather": True}, "regather='auto'", "regather=True"),
+    ({"memory": "auto"}, {"memory": 1 << 40}, "memory='auto'", "memory=1099511627776"),
     ({}, {"schedules": "{folder}"}, "schedules=None", "schedules='a folder'"),
 ]
 
@@ -75,7 +75,7 @@ def test_options_that_differ_are_named_on_all_ranks(
     pool: Pool, one: Any, other: Any, ours: str, theirs: str, tmp_path: Path
 ) -> None:
     other = {k: str(tmp_path) if v == "{folder}" else v for k, v in other.items()}
-    results = pool(2).run(differing, [one, other], [True, True], "regather" in one)
+    results = pool(2).run(differing, [one, other], [True, True], "memory" in one)
     first: Any = results[0][0][0]
     assert first.startswith("AgreementError: ranks give "), first
     for (text, spread), right in results:

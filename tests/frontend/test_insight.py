@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.frontend.models import least_memory
 from tests.support.pool import Pool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -88,10 +89,16 @@ def broken_or_regathered() -> tuple[str, str, str]:
     """What is told of a model with a graph break, of one that gathers again, and of layers."""
     torch.compiler.reset()
     x, told = torch.randn(8, 32), list[str]()
+
+    def called(model: nn.Module, options: dict[str, Any]) -> None:
+        torch.compiler.reset()
+        model.compile(backend="interlace", options=options)
+        model(x).sum().backward()
+
+    least = least_memory(lambda memory: called(parallel(Mlp()), {"memory": memory}))
     for broken in (True, False):
         model = parallel(Mlp(broken))
-        model.compile(backend="interlace", options={"regather": True})
-        model(x).sum().backward()
+        called(model, {} if broken else {"memory": least})
         told.append(interlace.explain(nn.ModuleList([model]), why=True))
     layers = nn.Sequential(*[parallel(Mlp()) for _ in range(2)])
     for layer in layers:
@@ -171,7 +178,15 @@ def test_of_a_program_without_sites() -> None:
     text = "def f(tp: Team[2], x: f32[4], y: out[f32[8]]):\n    main: all_gather(x, y, team=tp)\n"
     program = parse(f"{text}    main: group(send(x, peer=tp.rank + 1), recv(x, peer=tp.rank - 1))")
     told = interlace.explain(program)
-    assert told == "f: it states no sites; it has 1 all_gather, 1 send, 1 recv"
+    assert told == (
+        "f: it states no sites; it has 1 all_gather, 1 send, 1 recv\n"
+        "  memory: peak 32 bytes at op 0: 32 of outputs"
+    )
+    table = interlace.explain(program, memory=True).splitlines()[-2:]
+    assert [line.split() for line in table] == [
+        ["module", "inputs", "outputs", "temporaries", "slots", "bytes"],
+        ["(no", "module)", "-", "32", "-", "-", "32"],
+    ]
     with pytest.raises(ExecutorError, match="simulate FILE --html"):
         interlace.report(program, "page.html")  # pyright: ignore[reportArgumentType]
 

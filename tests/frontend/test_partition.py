@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 from math import prod
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.frontend.models import Block, Function, bits, gradients, local, parallelise_block
+from tests.frontend.models import (
+    Block,
+    Function,
+    Model,
+    bits,
+    gradients,
+    least_memory,
+    local,
+    parallelise,
+    parallelise_block,
+    world_mesh,
+)
 from tests.support.pool import Pool
+from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,21 +30,25 @@ from torch.utils.checkpoint import checkpoint
 
 import interlace
 from interlace.cost import Machine, default_machine
+from interlace.errors import OptionError
+from interlace.frontend.backend import compiling
 from interlace.frontend.binding import Bound
-from interlace.frontend.partition import Partition
+from interlace.frontend.partition import Partition, saved_bytes
 from interlace.ir import Collective, View
 from interlace.options import Options
+from interlace.torch_private.dynamo import aot_autograd, min_cut_rematerialization_partition
 
 BATCH, LENGTH, DIM = 2, 8, 16
 
 
-def saved_numel(forward: Bound) -> int:
-    """Elements of activations that the forward keeps: fresh buffers beyond its one output."""
+def saved_by(forward: Bound) -> int:
+    """Bytes of activations that the forward keeps: fresh buffers beyond its one output."""
     program = forward.program
     buffers = program.buffers()
     names = {arg.buffer for arg in program.returned()[1:] if isinstance(arg, View)}
     return sum(
         prod(size for size in buffers[name].shape if isinstance(size, int))
+        * buffers[name].dtype.itemsize
         for name in names
         if buffers[name].kind == "fresh"
     )
@@ -42,37 +59,47 @@ def gathers(bound: Bound) -> int:
     return sum(isinstance(op, Collective) and op.kind == "all_gather" for op in bound.serial.ops)
 
 
-def policies(checkpointed: bool) -> dict[Any, tuple[int, int, int, dict[str, bytes]]]:
-    """A block under each policy: what is saved, gathers forward and backward, gradients."""
+def policies(checkpointed: bool) -> dict[str, tuple[int, int, int, dict[str, bytes]]]:
+    """A block with memory for all, and with the least that a refusal names: what is saved, gathers
+    forward and backward, gradients."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    found: dict[Any, tuple[int, int, int, dict[str, bytes]]] = {}
-    for regather in (False, True):
+    found: dict[str, tuple[int, int, int, dict[str, bytes]]] = {}
+
+    def compiled_with(memory: Any) -> tuple[Any, Any, torch.Tensor]:
         torch.manual_seed(0)
         block: Any = parallelise_block(Block(DIM, 4, 2 * DIM), mesh)
         x = torch.randn(BATCH, LENGTH // dist.get_world_size(), DIM).requires_grad_()
 
-        def call(x: torch.Tensor, block: Any = block) -> torch.Tensor:
+        def call(x: torch.Tensor) -> torch.Tensor:
             return checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
 
-        options = Options(regather=regather, overlap=False)
-        compiled = interlace.compile(Function(call, block), x, mesh=mesh, options=options)
+        options = Options(memory=memory, overlap=False)
+        fn = Function(call, block)
+        return interlace.compile(fn, x, mesh=mesh, options=options), block, x
+
+    least = least_memory(compiled_with)
+    for name, memory in (("kept", 1 << 40), ("auto", "auto"), ("again", least)):
+        compiled, block, x = compiled_with(memory)
         (compiled(x) ** 2).sum().backward()
         forward, backward = compiled.bound
         grads = {**gradients(block), "x": local(x.grad)}
-        found[regather] = (saved_numel(forward), gathers(forward), gathers(backward), bits(grads))
+        found[name] = (saved_by(forward), gathers(forward), gathers(backward), bits(grads))
         compiled.close()
+    assert found["again"][0] == least, "the refusal named another number"
+    with pytest.raises(OptionError, match=f"option memory={least - 1}: .* give memory={least} "):
+        compiled_with(least - 1)
     return found
 
 
-def test_regather_saves_the_shard(pool: Pool) -> None:
+def test_gathering_again_saves_the_shard(pool: Pool) -> None:
     for found in pool(2).run(policies, False):
-        kept, again = found[False], found[True]
+        kept, again = found["kept"], found["again"]
         # two gathers feed QKV and gate/up; backward gathers them again, beside its own two
         assert kept[1:3] == (2, 2)
         assert again[1:3] == (2, 4)
-        gathered = BATCH * LENGTH * DIM
+        gathered = BATCH * LENGTH * DIM * 4
         assert kept[0] - again[0] >= gathered  # two whole tensors less, two halves more
-        assert kept[3] == again[3], "gathering again changed a gradient"
+        assert kept[3] == again[3] == found["auto"][3], "gathering again changed a gradient"
 
 
 class Gathers(TorchDispatchMode):
@@ -106,7 +133,7 @@ def test_users_checkpoint_goes_first(pool: Pool) -> None:
     """Its block runs again in backward, and issues as many gathers there as in eager."""
     eager = pool(2).run(eager_gathers)[0]
     for found in pool(2).run(policies, True):
-        kept, again = found[False], found[True]
+        kept, again = found["kept"], found["again"]
         assert kept[:3] == again[:3], "the policy changed what the user decided"
         assert kept[3] == again[3]
         assert kept[1:3] == eager == (2, 4), "the user's checkpoint did not recompute the block"
@@ -127,7 +154,11 @@ def memory_that_changes(seed: int) -> None:
     torch.manual_seed(seed + dist.get_rank())
     first, w = torch.randn(4, DIM), torch.randn(DIM, 8)
     found: list[torch.Tensor | None] = []
-    for call in (fn, interlace.compile(Function(fn), options=Options(regather=True))):
+    memory, weight = torch.zeros(4, DIM), w.clone().requires_grad_()
+    least = least_memory(
+        lambda least: interlace.compile(Function(fn), memory, weight, options=Options(memory=least))
+    )
+    for call in (fn, interlace.compile(Function(fn), options=Options(memory=least))):
         memory, weight = first.clone(), w.clone().requires_grad_()
         call(memory, weight).backward()
         found.append(weight.grad)
@@ -156,8 +187,8 @@ def marked_by_auto(bandwidth: float, columns: tuple[int, ...] = (DIM, DIM)) -> i
     marked: list[int] = []
 
     class Counting(Partition):
-        def mark(self, graph: Any) -> Any:
-            found = super().mark(graph)
+        def mark(self, graph: Any, saved: Any) -> Any:
+            found = super().mark(graph, saved)
             marked.append(len(found))
             return found
 
@@ -175,6 +206,72 @@ def marked_by_auto(bandwidth: float, columns: tuple[int, ...] = (DIM, DIM)) -> i
     x = torch.randn(4, DIM).requires_grad_()
     aot_function(fn, nothing, nothing, partition_fn=Counting("auto", machine))(x, w)
     return marked[0]
+
+
+def marked_within(budget: int) -> list[str]:
+    """The gathers that are done again within a budget: of `x` its matmul hides that, of `y` not."""
+    import torch.distributed._functional_collectives as funcol
+    from torch._functorch.aot_autograd import aot_function
+
+    group: Any = dist.group.WORLD
+    marked = list[str]()
+
+    class Naming(Partition):
+        def mark(self, graph: Any, saved: Any) -> Any:
+            found = super().mark(graph, saved)
+            marked.extend(str(node.args[0]) for node in found)
+            return found
+
+    def fn(y: torch.Tensor, x: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        one = funcol.all_gather_tensor_autograd(y, 0, group) @ v
+        return one.sum() + (funcol.all_gather_tensor_autograd(x, 0, group) @ w).sum()
+
+    args = [torch.randn(*size).requires_grad_() for size in ((4, DIM), (4, DIM), (DIM, 1))]
+    machine = _with_links(default_machine("cpu"), 5e8)
+    cut = Naming(budget, machine)
+    w = torch.randn(DIM, 16_000).requires_grad_()
+    as_traced: Any = lambda gm, _: gm  # noqa: E731
+    compiled: Any = aot_function(fn, as_traced, as_traced, partition_fn=cut)
+    compiled(*args, w)
+    return marked
+
+
+def test_a_budget_gathers_again_where_that_is_cheapest(pool: Pool) -> None:
+    each = 8 * DIM * 4  # of two ranks
+    budgets = {2 * each: [], 2 * each - 1: ["primals_2"], each: ["primals_2"]}
+    budgets |= {each - 1: ["primals_1", "primals_2"], 0: ["primals_1", "primals_2"]}
+    for budget, names in budgets.items():
+        assert pool(2).run(marked_within, budget) == [names] * 2
+
+
+def saved_by_auto(layers: int, bandwidth: float) -> tuple[int, int]:
+    """Bytes that `auto` saves in a model of so many blocks, and those that torch would."""
+    found = list[tuple[int, int]]()
+
+    class Compared(Partition):
+        def __call__(self, joint: fx.GraphModule, joint_inputs: object, **given: Any) -> Any:
+            probe = fx.GraphModule(joint, copy.deepcopy(joint.graph))
+            theirs, _ = min_cut_rematerialization_partition(probe, joint_inputs, **given)
+            cut = super().__call__(joint, joint_inputs, **given)
+            count = given["num_fwd_outputs"]
+            found.append((saved_bytes(cut[0].graph, count), saved_bytes(theirs.graph, count)))
+            return cut
+
+    partition: Any = Compared(machine=_with_links(default_machine("cuda"), bandwidth))
+    model = parallelise(Model(layers), world_mesh())
+    compilers: dict[str, Any] = dict.fromkeys(("fw_compiler", "bw_compiler"), lambda gm, _: gm)
+    with compiling():
+        call = torch.compile(model, backend=aot_autograd(**compilers, partition_fn=partition))
+        call(torch.randint(32, (2, 8))).sum().backward()
+    return found[0]
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_auto_saves_no_more_than_torch(pool: Pool, layers: int) -> None:
+    for ours, theirs in pool(2).run(saved_by_auto, layers, 1e15):
+        assert ours < theirs, "gathers that matmuls hide are done again"
+    for ours, theirs in pool(2).run(saved_by_auto, layers, 1.0):
+        assert ours <= theirs
 
 
 def _with_links(machine: Machine, bandwidth: float) -> Machine:

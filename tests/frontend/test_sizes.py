@@ -49,7 +49,7 @@ def train(lengths: list[int], options: dict[str, Any]) -> dict[str, Any]:
 
 def test_lengths_share_programs(pool: Pool, seed: int) -> None:
     rng = random.Random(seed)
-    lengths = [1, 2, 3, *(rng.randrange(16, 64) for _ in range(12))]
+    lengths = [1, 2, 3, *(rng.randrange(16, 64) for _ in range(8))]
     for told in pool(2).run(train, lengths, {"timeout_s": 60.0}, timeout_s=110):
         assert told["wrong"] == []
         assert len(told["classes"]) < len(lengths), told["classes"]

@@ -118,7 +118,10 @@ def recorded(seed: int, steps: int, optimizer: str) -> tuple[Grads, dict[str, to
         return seen, weights(module)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    ["muon", "ours", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adamw", "sgd"))],
+)
 def test_has_the_bits_of_one_process(pool: Pool, optimizer: str, seed: int) -> None:
     """Given the gradients that the owners saw."""
     ranks = pool(4).run(recorded, seed, 6, optimizer)

@@ -147,9 +147,8 @@ def through_a_checkpoint(seed: int, optimizer: str, folder: str, saves: bool) ->
     return go(optimizing, partial(train, optimizing, module, seed), folder)
 
 
-@pytest.mark.parametrize(
-    ("world", "optimizer"), [(4, "muon"), pytest.param(2, "ours", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "optimizer"), [(4, "muon"), (2, "ours")])
 def test_goes_on_from_a_checkpoint(
     pool: Pool, optimizer: str, world: int, seed: int, tmp_path: Path
 ) -> None:

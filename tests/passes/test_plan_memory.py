@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import random
-import re
 
 import pytest
 from tests.support.serial_programs import serial_program
 
+from interlace.cost.memory import ALIGNMENT
 from interlace.errors import PassError
-from interlace.ir import Alloc, Buffer, Free, Program, Record, Wait, parse
+from interlace.ir import Alloc, Buffer, Free, Notify, Program, Record, Wait, parse
 from interlace.ir.sizes import number
 from interlace.passes.insert_sync import InsertSync
-from interlace.passes.plan_memory import ALIGNMENT, PlanMemory
+from interlace.passes.plan_memory import PlanMemory
 from interlace.passes.schedule import Schedule
 from interlace.verify import check
+from interlace.verify.reuse import shared_places
 
 CHAIN = """
 def chain(x: f32[64, 64], w: f32[64, 64]):
@@ -117,7 +118,8 @@ def p(tp: Team[2], x: f32[64, 64], y: f32[64, 64]):
 
 
 def test_memory_adds_no_event(seed: int) -> None:
-    """Sharing storage costs no Wait: planned or not, as many order the streams."""
+    """Sharing storage costs no Wait: planned or not, as many order the streams. A slot that is
+    handed over costs at most one where it is freed and one where it is taken."""
     for drawn in range(seed, seed + 20):
         serial, _ = serial_program(random.Random(drawn), 2, 8)
         lists = [
@@ -125,7 +127,9 @@ def test_memory_adds_no_event(seed: int) -> None:
             for reuse in (False, True)
         ]
         counts = [sum(isinstance(op, Wait) for op in program.ops) for program in lists]
-        assert counts[0] == counts[1], f"seed {drawn}"
+        signals = [op for op in lists[1].ops if isinstance(op, Notify) and "freed" in op.signal]
+        assert counts[1] - counts[0] <= 2 * len(signals), f"seed {drawn}"
+        assert signals or counts[0] == counts[1], f"seed {drawn}"
 
 
 def test_planned_buffers_never_overlap_in_time(seed: int) -> None:
@@ -184,9 +188,12 @@ def slots(program: Program) -> list[str | None]:
 
 def test_one_slot_serves_buffers_one_after_another() -> None:
     program = gathers("f32[4, 4]", "x", "f32[4, 8]", "y", "f32[4, 4]", "x")
-    assert slots(program) == ["s0", "s0", "s0"]
-    assert [op.buffer for op in program.ops if isinstance(op, Free)] == ["full0", "full1", "full2"]
-    assert check(InsertSync().run(program)).sound
+    assert slots(program) == ["s0", "s1", "s0"]
+    freed = [op.buffer for op in program.ops if isinstance(op, Free)]
+    assert freed == ["full0", "full1", "full2"]
+    program = InsertSync().run(program)
+    assert check(program).sound
+    assert shared_places([program]) == {("s0", 0): 0, ("s1", 0): 0, ("s0", 1): 0}
 
 
 def test_buffers_that_live_at_once_take_slots_of_their_own() -> None:
@@ -208,14 +215,6 @@ def test_buffers_that_live_at_once_take_slots_of_their_own() -> None:
         "s1",
         "s2",
     ]
-
-
-def test_a_remark_tells_the_peak() -> None:
-    (remark,) = planned(CHAIN).remarks
-    numbers = list(map(int, re.findall(r"\d+", remark.text)))
-    assert numbers[:4] == [3 * SIZE, 2 * SIZE, 4, 4 * SIZE]
-    again = PlanMemory().run(planned(CHAIN))
-    assert again.remarks == (remark,), "once, however often the pass runs"
 
 
 def test_uneven_ranks_share_offsets() -> None:

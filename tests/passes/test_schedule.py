@@ -150,6 +150,35 @@ def test_no_more_than_a_window_is_gathered_ahead(window: int) -> None:
     assert order(program, Call) == [f"y{i}" for i in range(12)]
 
 
+def backward_of(count: int) -> Program:
+    """Backward of so many layers under sequence parallelism; each gathers its input again for the
+    gradient of its weight, which nothing awaits."""
+    given = ", ".join(f"x{i}: f32[2, 4], w{i}: f32[4, 4]" for i in range(count))
+    lines = [f"def backward(tp: Team[2], g{count}: f32[2, 4], {given}):"]
+    for i in reversed(range(count)):
+        lines += [
+            f"    y{i} = empty(f32[4, 4])",
+            f"    main: all_gather(g{i + 1}, y{i}, team=tp)",
+            f'    main: call("aten.mm.default", y{i}, w{i}, out=(d{i} := f32[4, 4]))',
+            f"    g{i} = empty(f32[2, 4])",
+            f'    main: reduce_scatter(d{i}, g{i}, team=tp, reduce="sum")',
+            f"    z{i} = empty(f32[4, 4])",
+            f"    main: all_gather(x{i}, z{i}, team=tp)",
+            f'    main: call("aten.mm.default", z{i}, y{i}, out=(dw{i} := f32[4, 4]))',
+        ]
+    results = ", ".join(f"dw{i}" for i in range(count))
+    return parse("\n".join([*lines, f"    return g0, {results}"]))
+
+
+def test_temporaries_of_a_backward_do_not_grow_with_layers() -> None:
+    arenas: list[int] = []
+    for count in (8, 32):
+        program = PlanMemory().run(Schedule().run(backward_of(count)))
+        buffers = [b for b in program.buffers().values() if b.storage == "arena"]
+        arenas.append(max(b.offset for b in buffers))
+    assert arenas[0] == arenas[1]
+
+
 def test_uneven_ranks_decide_alike() -> None:
     """Graphs that differ in local sizes alone become schedules that differ in nothing else."""
     small, large = parse(BACKWARD), parse(BACKWARD.replace("512", "8").replace("256", "4"))

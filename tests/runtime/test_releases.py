@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from interlace.ir import parse
-from interlace.runtime.prepare.plan import callers, homes, releases
+from interlace.ir.lifetimes import callers, homes, released_after
 
 TEXT = """
 def f(tp: Team[2], x: f32[4], y: out[f32[4]], z: out[f32[4]]):
@@ -25,6 +25,6 @@ def test_only_what_one_stream_made_and_uses_goes_early() -> None:
     made = homes(program)
     # Allocs are made before the run, on the caller's stream; what a Call gives, on the Call's.
     assert (made["unused"], made["taken"], made["h"], made["g"]) == ("main", "main", "main", "comm")
-    names = {name: index for index, found in releases(program).items() for name in found}
+    names = {name: index for index, found in released_after(program).items() for name in found}
     assert set(names) == {"h", "g"}
     assert [type(program.ops[names[name]]).__name__ for name in ("h", "g")] == ["Copy", "Copy"]

@@ -22,7 +22,9 @@ a task that says that it leaves them unusable (`replace=True`).
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import multiprocessing
@@ -35,7 +37,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,6 +47,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 MAX_WORLD = 8
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +57,7 @@ TORCH = ("torch", "torch.distributed")
 LOADED = (
     *TORCH,
     *("torch.distributed.tensor.parallel", "interlace.frontend", "interlace.runtime.host.engine"),
+    *("pytest", "interlace.nn", "interlace.optim", "interlace.tensor_parallel"),
     # what the first compiled call imports
     *("functorch.compile", "torch._inductor.debug", "torch._inductor.pattern_matcher"),
 )
@@ -274,6 +278,7 @@ def work(connection: Connection, port: int, environ: Mapping[str, str]) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("MKL_CBWR", "AVX512,STRICT")  # chunks of a matmul have the whole's bits
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    gc.freeze()  # collections need not walk torch's modules
     joined = ""
     while True:
         try:
@@ -299,6 +304,32 @@ def work(connection: Connection, port: int, environ: Mapping[str, str]) -> None:
             connection.send_bytes(payload)
         except OSError:
             os._exit(0)
+
+
+def launched(
+    pool: Pool, work: Any, settings: Any, world: int, hear: Any, timeout_s: float, what: str
+) -> Any:
+    """Stands for `interlace.launch.launch`, on the pool's ranks: they need not be started."""
+    (report, told), *_ = pool(world).run(serve, work, settings, timeout_s=min(timeout_s, 110.0))
+    for event in [{"event": "started"}, *told]:
+        hear(event)
+    return report
+
+
+def serve(work: Any, settings: Any) -> tuple[Any, list[Any]]:
+    """What a rank that was launched does, in the pool's group: its report, and what it told."""
+    import torch
+
+    @contextlib.contextmanager
+    def joined(*_: Any, **__: Any) -> Iterator[torch.device]:
+        yield torch.device("cpu")
+
+    told: list[Any] = []
+    with (
+        mock.patch("interlace.launch.joined", joined),
+        mock.patch("interlace_bench.ranks.joined", joined),
+    ):
+        return work(settings, told.append), told
 
 
 def _end_with_parent() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -167,13 +168,13 @@ def mesh_of() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
-def compared(layout: str, seed: int) -> list[str]:
+def compared(layout: str, seed: int, dtypes: list[torch.dtype]) -> list[str]:
     """Models on this rank: ours, ours with one gather for several layers, ours of torch's plan."""
     biased, tied = bool(seed % 2), bool(seed // 2 % 2)
     model, batches = drawn(biased, tied, seed)
     mesh, keys, wrong = mesh_of(), list(model.state_dict()), []
     exact = trained(copy.deepcopy(model).double(), batches)
-    for dtype in (torch.float32, torch.float64):
+    for dtype in dtypes:
         model = model.to(dtype)
         theirs: Any = parallelize_module(copy.deepcopy(model), mesh, plan_of(f"torch {layout}"))
         if tied:  # which torch's styles have parted
@@ -193,16 +194,21 @@ def placements(model: nn.Module) -> dict[str, Any]:
     return {n: p.placements for n, p in model.named_parameters() if isinstance(p, DTensor)}
 
 
-LAYOUTS = [
-    pytest.param(2, "all", marks=pytest.mark.slow),
-    (2, "sequence"),
-    pytest.param(3, "sequence", marks=pytest.mark.slow),
-    pytest.param(4, "sequence", marks=pytest.mark.slow),
-]
+DTYPES = [torch.float32, torch.float64]
 
 
-@pytest.mark.parametrize(("world", "layout"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("world", "layout", "count"),
+    [
+        (2, "sequence", 1),
+        *(pytest.param(n, "sequence", 2, marks=pytest.mark.slow) for n in (2, 3, 4)),
+        pytest.param(2, "all", 2, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.timeout(110)
-def test_trains_as_torchs_styles_do(pool: Pool, world: int, layout: str, seed: int) -> None:
-    for wrong in pool(world).run(compared, layout, seed, timeout_s=100):
+def test_trains_as_torchs_styles_do(
+    pool: Pool, world: int, layout: str, count: int, seed: int
+) -> None:
+    dtypes = random.Random(seed).sample(DTYPES, count)
+    for wrong in pool(world).run(compared, layout, seed, dtypes, timeout_s=100):
         assert not wrong

@@ -16,6 +16,7 @@ import pytest
 from tests.trace.chromium import Tab, dump_dom, tab
 from tests.trace.samples import RANKS, TEXT, run, sample, serial_sample
 
+from interlace.cost.memory import COPIES, run_memory
 from interlace.cost.timeline import Span, Timeline
 from interlace.ir import Loc, Program, Remark, Site, parse
 from interlace.trace import Run, html_page, write_page
@@ -351,3 +352,24 @@ def test_a_hundred_thousand_ops(shown: Tab, tmp_path: Path):
     shown.open(write_page([Run((), Timeline(spans, "big"))], tmp_path / "t.html"), 1280, 900)
     assert shown.evaluate("Number(data.panels[0].box.dataset.spans)") == 100_000
     assert shown.evaluate(PIXELS % "exposed") > 1000
+
+
+def test_the_memory_of_each_run_is_drawn() -> None:
+    program = sample()
+    memory = run_memory(program)
+    page = html_page([Run((program,), run(program), name="forward")])
+    assert f"<h3>forward · {memory.line()}</h3><svg" in page
+    assert page.count('<rect class="column"') == len(program.ops)
+    full = 8192 * 8192 * 2
+    assert f"op 2 notify ready: {memory.peak:,} bytes" in page
+    assert memory.nbytes("slots") == COPIES * full
+    assert '<polygon class="slots"' in page
+    assert '<polygon class="inputs"' not in page, "none is given up"
+
+
+def test_the_memory_of_a_long_program_shows_its_peak() -> None:
+    ops = [f'    main: call("aten.neg.default", x, out=(a{i} := f32[{i + 1}]))' for i in range(900)]
+    program = parse("\n".join(["def long(x: f32[1]):", *ops, "    return a0"]))
+    page = html_page([Run((program,))])
+    assert page.count('<rect class="column"') == 300
+    assert f"op 899 aten.neg.default: {900 * 4 + 4:,} bytes" in page

@@ -30,8 +30,8 @@ def assert_answered(name: str, size: int, seconds: int) -> None:
 
 @pytest.mark.timeout(400)
 def test_some_are_answered(seed: int) -> None:
-    for name in random.Random(seed).sample(sorted(HOSTILE), 4):
-        assert_answered(name, 20_000, MOST_SECONDS)
+    for name in random.Random(seed).sample(sorted(HOSTILE), 2):
+        assert_answered(name, 10_000, MOST_SECONDS)
 
 
 @pytest.mark.slow

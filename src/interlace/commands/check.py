@@ -2,6 +2,7 @@
 
 $ interlace check ring.ilc --world 8
 sound (8 ranks by symmetry of tp: 1 visited, 168 ops, 2 ms)
+memory: peak 8,192 bytes at op 3: 4,096 of temporaries, 4,096 of symmetric slots (1, of 2 copies)
 $ interlace check --pipelining schedule.csv
 $ interlace check --recorded dumps
 """
@@ -21,6 +22,7 @@ from interlace.commands.output import UNSOUND, command, print_json, say
 from interlace.errors import InputError, ProgramError
 
 if TYPE_CHECKING:
+    from interlace.cost.memory import RunMemory
     from interlace.ir import Program
     from interlace.verify import Finding, Report
 
@@ -54,6 +56,7 @@ def check(
     """Prove that a schedule has no race and no deadlock, or show how it goes wrong.
 
     Ranks that are proved to do the same at their places are visited once; the first line says so.
+    Of a sound schedule the last line says how much memory a run takes.
 
     With --pipelining, check a schedule of torch.distributed.pipelining instead of FILE. With
     --recorded, say instead why a run hung: a JSON dump of torch's flight recorder a rank.
@@ -62,6 +65,7 @@ def check(
     it cannot be read, and with 70 for a fault of Interlace.
     """
     import interlace
+    from interlace.cost.memory import run_memory
 
     if pipelining is not None or recorded is not None:
         name = "--pipelining" if recorded is None else "--recorded"
@@ -80,15 +84,19 @@ def check(
     remarks = look_up(programs, operators or ())
     report = interlace.check(programs, in_order=in_order)
     report = dataclasses.replace(report, findings=(*report.findings, *remarks))
-    _tell(report, json)
+    memory = run_memory(programs, report.sizes) if report.sound else None
+    _tell(report, json, memory)
 
 
-def _tell(report: Report, json: bool) -> None:
-    """Prints a report, and ends with the code of its verdict."""
+def _tell(report: Report, json: bool, memory: RunMemory | None = None) -> None:
+    """Prints a report, with the memory of a run, and ends with the code of its verdict."""
     if json:
-        print_json(report.to_json())
+        more = {} if memory is None else {"memory": memory.to_json()}
+        print_json(report.to_json() | more)
     else:
         say(str(report))
+        if memory is not None:
+            say(f"memory: {memory.line()}")
     if not report.sound:
         raise typer.Exit(UNSOUND)
 

@@ -3,6 +3,7 @@
 $ interlace explain mlp.ilc
 $ interlace explain serial.ilc --device cuda --calibration h200.json     # and all candidates
 $ interlace explain serial.ilc --why                # what stays serial
+$ interlace explain mlp.ilc --memory                # what is alive at the peak, by module
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ def explain(
     strategy: Strategy = "auto",
     graph: Annotated[bool, typer.Option("--graph", help="As a replayed CUDA graph.")] = False,
     why: Annotated[bool, typer.Option("--why", help="Only what stays serial, and why.")] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="What is alive at the peak of memory, by module.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Say how each communication is overlapped, why, and what that is predicted to gain.
@@ -44,6 +48,7 @@ def explain(
     strategies that could serve its sites are listed with predicted and, if calibrated, measured
     times.
     """
+    from interlace.cost.memory import run_memory
     from interlace.options import Options
     from interlace.passes import candidates, lower
     from interlace.verify import check
@@ -71,13 +76,14 @@ def explain(
                 "name": before.name,
                 "lowered": _serial(before),
                 **explanation(program),
+                "memory": run_memory(program).to_json(),
                 "candidates": {str(site): list(map(_plain, known)) for site, known in all_.items()},
             }
             for before, program, all_ in zip(given, shown, found, strict=True)
         ]
         print_json({"schema": 1, "programs": listed, "verdict": verdict})
     else:
-        _show(given, shown, found, machine, why)
+        _show(given, shown, found, machine, why, memory)
         say(str(report))
     if not report.sound:
         raise typer.Exit(UNSOUND)
@@ -107,7 +113,11 @@ def _show(
     found: Sequence[Mapping[int, Sequence[Estimate]]],
     machine: Machine,
     why: bool,
+    memory: bool,
 ) -> None:
+    from interlace.cost.memory import HEADINGS as MODULES
+    from interlace.cost.memory import run_memory
+
     for before, program, all_ in zip(given, programs, found, strict=True):
         if _serial(before):
             say(f"{program.name} is serial; this is what lowering makes of it\n")
@@ -121,6 +131,11 @@ def _show(
         for remark in program.remarks:
             place = "" if remark.site is None else f" (site {remark.site})"
             say(f"{remark.pass_name}{place}: {remark.text}")
+        taken = run_memory(program)
+        say(f"memory: {taken.line()}")
+        if memory:
+            say("")
+            table(MODULES, taken.rows(), title="alive at the peak")
         say("")
 
 

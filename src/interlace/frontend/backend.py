@@ -115,7 +115,7 @@ class Compilation:
             machine = shared_machine(options, self.setting.device)
         except CalibrationError:  # all ranks are told as they bind
             machine = None
-        cut = Partition(options.regather, machine, options.timeout_s, self.setting.places)
+        cut = Partition(options.memory, machine, options.timeout_s, self.setting.places)
         return {
             "fw_compiler": lambda gm, _: self._compiled_graph("forward", gm),
             "bw_compiler": lambda gm, _: self._compiled_graph("backward", gm),

@@ -4,6 +4,7 @@
     model(x).sum().backward()
     print(interlace.explain(model))             # every graph, forward and backward
     print(interlace.explain(model, why=True))   # what stays serial, and why
+    print(interlace.explain(model, memory=True))  # and what is alive at the peak, by module
     interlace.report(model, "step.html")        # the timelines, predicted and measured
 
 Nothing is wrapped and nothing is compiled again: the backend knows in whose calls it compiled what
@@ -12,6 +13,7 @@ torch still keeps. The text has strategy, gain, reason, and what it was chosen f
     forward: 2 communications, sound
       1  all_gather_matmul      layers.0.mlp.up    peer/get x4   0.314 ms  1.31x   ...
            serial 0.412 ms (measured 0.420), peer/get 0.314 ms (measured 0.331), ring 0.352 ms
+      memory: peak 81,920 bytes at op 17 (layers.0.mlp): 49,152 of outputs, ...
 
 A site shows its strategy, its predicted time, the gain over serial, and, where a run was recorded
 (`options={"trace": True}`), what it took there, from the first start of its computation and
@@ -30,6 +32,7 @@ from torch import nn
 
 from interlace.cost import Timeline, simulate
 from interlace.cost.choose import Estimate
+from interlace.cost.memory import HEADINGS, RunMemory, run_memory
 from interlace.errors import ExecutorError
 from interlace.frontend.backend import backend
 from interlace.frontend.binding import Bound
@@ -46,17 +49,20 @@ from interlace.trace import Run
 from interlace.trace.figures import site_figures
 
 
-def explain(model: Callable[..., object] | Program, *, why: bool = False) -> str:
+def explain(
+    model: Callable[..., object] | Program, *, why: bool = False, memory: bool = False
+) -> str:
     """Each communication of a compiled model with its strategy, the reason, the predicted time and
-    the measured one where a run was recorded.
+    the measured one where a run was recorded; and the memory that a run takes at most.
 
     `model` is a module or a function that `torch.compile` made or compiled in place, a module with
     such parts, what `interlace.compile` gave, or a Program. `why=True` leaves only what stays
-    serial, and says what keeps a model from being overlapped where nothing is. Without graphs the
-    text says what usually causes that; nothing is raised.
+    serial, and says what keeps a model from being overlapped where nothing is. `memory=True` adds
+    what is alive at the peak of memory, by module. Without graphs the text says what usually causes
+    that; nothing is raised.
     """
     if isinstance(model, Program):
-        return explain_program(model, why)
+        return explain_program(model, why, memory)
     graphs, texts = graphs_of(model), list[str]()
     if not graphs:
         return none_of(model)
@@ -64,7 +70,7 @@ def explain(model: Callable[..., object] | Program, *, why: bool = False) -> str
     for number, group in enumerate(groups, 1):
         if (origin := group[0].setting.origin) is not None:
             texts.append(f"graph {number} of {len(groups)}: {origin.name}")
-        texts.append(explain_graphs(group, why))
+        texts.append(explain_graphs(group, why, memory))
     return "\n\n".join([*texts, *(_hints(graphs) if why else ())])
 
 
@@ -161,36 +167,50 @@ def _hints(graphs: Sequence[CompiledGraph]) -> Iterator[str]:
 # -- texts of Programs and graphs ----------------------------------------------------------------
 
 
-def explain_bound(bound: Iterable[Bound], why: bool = False) -> str:
-    """The sites and remarks of bound Programs, one Program after another; `why` leaves only the
-    sites that stay serial."""
-    return "\n\n".join(_one(each, why) for each in bound)
+def explain_bound(bound: Iterable[Bound], why: bool = False, memory: bool = False) -> str:
+    """The sites, remarks and memory of bound Programs, one Program after another; `why` leaves only
+    the sites that stay serial, `memory` adds what is alive at the peak."""
+    return "\n\n".join(_one(each, why, memory) for each in bound)
 
 
-def explain_graphs(graphs: Iterable[CompiledGraph], why: bool = False) -> str:
+def explain_graphs(graphs: Iterable[CompiledGraph], why: bool = False, memory: bool = False) -> str:
     """The same of compiled graphs, with what becomes of those that have no Program."""
     texts = [
-        _unbound(graph) if graph.unscheduled or not graph.bound else explain_bound(graph.bound, why)
+        _unbound(graph)
+        if graph.unscheduled or not graph.bound
+        else explain_bound(graph.bound, why, memory)
         for graph in graphs
     ]
     return "\n\n".join(texts)
 
 
-def explain_program(program: Program, why: bool = False) -> str:
-    """The sites and remarks of a Program; without sites, how much communication it has."""
+def explain_program(program: Program, why: bool = False, memory: bool = False) -> str:
+    """The sites, remarks and memory of a Program; without sites, how much communication it has."""
     head = _head(program.name, program.sites, why)
     if not program.sites and (found := communication_in_words(program)):
         head = f"{program.name}: it states no sites; it has {found}"
-    return "\n".join([head, *_sites(program, why)])
+    lines = [] if why and not memory else _memory(run_memory(program), memory)
+    return "\n".join([head, *_sites(program, why), *lines])
 
 
-def _one(bound: Bound, why: bool) -> str:
+def _memory(taken: RunMemory, table: bool) -> list[str]:
+    """The memory that a run takes at most, and (`table`) what is alive then, by module."""
+    rows = _columns([HEADINGS, *taken.rows()]) if table else []
+    return [f"  memory: {taken.line()}", *(f"     {row}" for row in rows)]
+
+
+def _one(bound: Bound, why: bool, memory: bool) -> str:
     program, sizes = bound.program, bound.executor.sizes
     head = [_head(bound.kind, program.sites, why), "sound" if bound.report.sound else "unsound"]
     found = candidates(bound.serial, bound.executor.options, bound.machine)
     lines = _sites(program, why, bound.measured, found)
     if bound.why_single:
         lines.append(f"  sizes: for these sizes alone: {bound.why_single}")
+    if memory or not why:
+        lines += _memory(run_memory(bound.programs, sizes), memory)
+        if sizes.sizes and (engine := bound.executor.engine) is not None:
+            now = run_memory(bound.programs, sizes, engine.context.values.sizes.values)
+            lines += _memory(now, False)
     return "\n".join([", ".join(head) + (f" where {sizes}" if sizes.sizes else ""), *lines])
 
 

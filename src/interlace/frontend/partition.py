@@ -3,31 +3,36 @@
 torch's min-cut partitioner saves the result of a collective. After a gather that is W times this
 rank's shard, kept from forward to backward. This policy marks gathers (and the views of their
 results) for recomputation, so that the shard is saved and backward gathers it again, under the
-matmuls that compute the other gradient:
+matmuls that compute the other gradient. With a budget the fewest are marked that meet it, first
+those that cost the least predicted time for each byte:
 
-    aot_autograd(..., partition_fn=Partition(regather="auto", machine=machine))
+    aot_autograd(..., partition_fn=Partition(memory="auto", machine=machine))
 
 Nodes that the user marked, by `torch.utils.checkpoint`, are left as they are.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 import re
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from interlace.cost import Machine
+from interlace.errors import OptionError
 from interlace.frontend.calling.tracing import mark_checkpoints
 from interlace.frontend.importing.exchanges import KnownPlaces
 from interlace.frontend.importing.grouped import equal_groups
-from interlace.frontend.importing.nodes import aliases, group_of, location
+from interlace.frontend.importing.nodes import LAZY, aliases, group_of, is_view, location
 from interlace.frontend.importing.types import dtype_of
 from interlace.frontend.teams import consent_of_ranks
 from interlace.ir.operators import matmul_of
@@ -57,11 +62,40 @@ GATHER_REGION = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
+class SavedGather:
+    """A gather of forward whose result backward needs, with the nodes that only move the result."""
+
+    gather: fx.Node
+    moved: tuple[fx.Node, ...]
+
+    @property
+    def matmuls(self) -> list[fx.Node]:
+        """The matmuls of forward that it feeds."""
+        users = [user for node in self.moved for user in node.users]
+        return [user for user in users if _forward(user) and matmul_of(str(user.target))]
+
+    @property
+    def spared(self) -> int:
+        """Bytes that are not saved where backward gathers again: what it reads, less the shard."""
+        nodes = (self.gather, *self.moved)
+        read = [node for node in nodes if any(not _forward(user) for user in node.users)]
+        shard = self.gather.args[0]
+        assert isinstance(shard, fx.Node)
+        return max(map(_nbytes, read)) - _nbytes(shard)
+
+    def exposed_s(self, machine: Machine) -> float:
+        """Predicted seconds of the gather that the matmuls do not hide; below 0 if they hide it."""
+        hidden = sum(_matmul_seconds(node, machine) for node in self.matmuls)
+        return _gather_seconds(self.gather, machine) - hidden
+
+
+@dataclass(frozen=True, slots=True)
 class Partition:
     """The partition function: marks gathers by policy, then cuts as torch does."""
 
-    regather: bool | str = "auto"
-    """True, False, or `auto`: where the gather is hidden by the matmuls it feeds, by `machine`."""
+    memory: int | Literal["auto"] = "auto"
+    """Most bytes that forward saves for backward, or `auto`: no more than torch would save, and
+    gathered again where the matmuls hide that, by `machine`."""
     machine: Machine | None = None
     timeout_s: float | None = None
     """Seconds that ranks wait for one another to decide alike; None: as process groups do."""
@@ -76,43 +110,118 @@ class Partition:
         mark_checkpoints(joint.graph)
         keep_overwritten(joint.graph)
         merge_gathers(joint.graph)
-        self.mark(joint.graph)
-        stay_in_backward(joint.graph)
-        own_opaque_outputs(joint.graph, given["num_fwd_outputs"])
-        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **given)
-        opaque_last(forward.graph, backward.graph, given["num_fwd_outputs"])
-        return forward, backward
 
-    def mark(self, graph: fx.Graph) -> list[fx.Node]:
-        """Marks what backward shall do again; gives the gathers among it."""
-        found: list[tuple[fx.Node, list[fx.Node]]] = []
-        for node in graph.nodes:
-            if str(node.target) in GATHERS and _forward(node) and "recompute" not in node.meta:
-                moved = _moved(node)
-                needed = any(not _forward(user) for each in (node, *moved) for user in each.users)
-                if needed and not any("recompute" in other.meta for other in moved):
-                    found.append((node, moved))
-        wanted = [self._wanted(node, moved) for node, moved in found]
-        if found:  # also where the option of this rank says what to do
-            places = [location(node).module for node, _ in found]
-            wishes = [(group_of(node), wish) for (node, _), wish in zip(found, wanted, strict=True)]
-            wanted = self.places.decided(
-                graph, lambda: consent_of_ranks(places, wishes, self.timeout_s)
-            )
-        marked = [item for item, wish in zip(found, wanted, strict=True) if wish]
-        for node, moved in marked:
-            for other in (node, *moved):
-                _again(other)
-        return [node for node, _ in marked]
+        def saved(again: Sequence[bool]) -> int:
+            probe = fx.GraphModule(joint, copy.deepcopy(joint.graph))
+            _mark(gather_sites(probe.graph), again)
+            forward, _ = _cut(probe, joint_inputs, **given)
+            return saved_bytes(forward.graph, given["num_fwd_outputs"])
 
-    def _wanted(self, gather: fx.Node, moved: list[fx.Node]) -> bool:
-        matmuls = [user for node in moved for user in node.users if matmul_of(str(user.target))]
-        if self.regather != "auto" or not matmuls:
-            return self.regather is True
+        self.mark(joint.graph, saved)
+        return _cut(joint, joint_inputs, **given)
+
+    def mark(self, graph: fx.Graph, saved: Callable[[Sequence[bool]], int]) -> list[fx.Node]:
+        """Marks what backward shall do again; gives the gathers among it.
+
+        `saved` gives the bytes that forward saves where backward does these gathers again. On some
+        rank each may be needed for the budget, so it is kept only if all ranks can keep it; without
+        a budget it is done again only if all ranks want it.
+        """
+        sites, budget = gather_sites(graph), self.memory != "auto"
+        if self.memory == "auto":
+            again, least, fits = self._hidden(sites), 0, True
+        else:
+            again, least = self._fewest(sites, self.memory, saved)
+            fits = least <= self.memory
+        agreed = True
+        if sites:  # also where the option of this rank says what to do
+            places = [location(site.gather).module for site in sites]
+            groups = [group_of(site.gather) for site in sites]
+            wishes = [(of, want != budget) for of, want in zip(groups, again, strict=True)]
+            wishes += [(of, fits) for of in dict.fromkeys(groups)]
+
+            def ask() -> list[bool]:
+                answers = consent_of_ranks(places, wishes, self.timeout_s)
+                count = len(sites)
+                return [*(answer != budget for answer in answers[:count]), all(answers[count:])]
+
+            *again, agreed = self.places.decided(graph, ask)
+        if not (fits and agreed):
+            why = f"forward saves {least} bytes for backward, if that gathers all that it can again"
+            fix = f"give memory={least} or more, or memory='auto'"
+            if fits:
+                why, fix = "another rank cannot meet it", "give as many bytes as that rank names"
+            raise OptionError(f"option memory={self.memory}: {why}. fix: {fix}")
+        return _mark(sites, again)
+
+    def _hidden(self, sites: Sequence[SavedGather]) -> list[bool]:
         if self.machine is None:
-            return False
-        hidden_s = sum(_matmul_seconds(node, self.machine) for node in matmuls if _forward(node))
-        return _gather_seconds(gather, self.machine) <= hidden_s
+            return [False] * len(sites)
+        return [
+            bool(site.matmuls) and site.spared >= 0 and site.exposed_s(self.machine) <= 0
+            for site in sites
+        ]
+
+    def _fewest(
+        self, sites: Sequence[SavedGather], budget: int, saved: Callable[[Sequence[bool]], int]
+    ) -> tuple[list[bool], int]:
+        """The gathers to do again, cheapest first, until no more than `budget` bytes are saved; the
+        bytes saved with all of them, where fewer do not suffice."""
+
+        def price(index: int) -> tuple[float, int]:
+            site = sites[index]
+            seconds = site.exposed_s(self.machine) if self.machine is not None else 0.0
+            return max(seconds, 0.0) / max(site.spared, 1), -site.spared
+
+        order, every = sorted(range(len(sites)), key=price), [True] * len(sites)
+
+        def first(count: int) -> list[bool]:
+            return [index in order[:count] for index in range(len(sites))]
+
+        count = bisect_left(
+            range(len(sites)), True, key=lambda count: saved(first(count)) <= budget
+        )
+        return (first(count), 0) if count < len(sites) else (every, saved(every))
+
+
+def gather_sites(graph: fx.Graph) -> list[SavedGather]:
+    """The gathers that policy decides on: those that the user left unmarked."""
+    sites: list[SavedGather] = []
+    for node in graph.nodes:
+        if str(node.target) in GATHERS and _forward(node) and "recompute" not in node.meta:
+            moved = _moved(node)
+            needed = any(not _forward(user) for each in (node, *moved) for user in each.users)
+            if needed and not any("recompute" in other.meta for other in moved):
+                sites.append(SavedGather(node, tuple(moved)))
+    return sites
+
+
+def saved_bytes(forward: fx.Graph, num_fwd_outputs: int) -> int:
+    """Bytes of the memory that a forward graph makes and keeps for backward, each once."""
+    leaves = pytree.tree_leaves(forward.output_node().args)[num_fwd_outputs:]
+    tensors = [n for n in leaves if isinstance(n, fx.Node) and _is_tensor(n)]
+    storages = dict.fromkeys(map(_storage, tensors))
+    return sum(_nbytes(node) for node in storages if node.op == "call_function")
+
+
+def _mark(sites: Sequence[SavedGather], again: Sequence[bool]) -> list[fx.Node]:
+    """Has backward do some of the gathers again; gives these."""
+    marked = [site for site, wish in zip(sites, again, strict=True) if wish]
+    for site in marked:
+        for node in (site.gather, *site.moved):
+            _again(node)
+    return [site.gather for site in marked]
+
+
+def _cut(
+    joint: fx.GraphModule, joint_inputs: object, **given: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward graph of a joint one in which all is marked."""
+    stay_in_backward(joint.graph)
+    own_opaque_outputs(joint.graph, given["num_fwd_outputs"])
+    forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **given)
+    opaque_last(forward.graph, backward.graph, given["num_fwd_outputs"])
+    return forward, backward
 
 
 def close_gaps(graph: fx.Graph) -> None:
@@ -262,11 +371,32 @@ def _hint(size: Any) -> int:
     return size if isinstance(size, int) else int(size.node.hint or 1)
 
 
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _nbytes(node: fx.Node) -> int:
+    value: torch.Tensor = node.meta["val"]
+    return math.prod(map(_hint, value.shape)) * value.element_size()
+
+
+def _storage(node: fx.Node) -> fx.Node:
+    """The node in whose memory a node's value lies."""
+    while node.op == "call_function":
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node):
+            break
+        part = node.target is operator.getitem and is_view(source)
+        if not (part or str(node.target) in LAZY or is_view(node)) or source.op == "get_attr":
+            break
+        node = source
+    return node
+
+
 def _gather_seconds(gather: fx.Node, machine: Machine) -> float:
     link = machine.link(machine.backend)
-    size, value = _hint(gather.args[1]), gather.meta["val"]
-    nbytes = math.prod(map(_hint, value.shape)) * value.element_size()
-    return link.latency_s + nbytes * (size - 1) / size / link.bandwidth
+    size = _hint(gather.args[1])
+    return link.latency_s + _nbytes(gather) * (size - 1) / size / link.bandwidth
 
 
 def _matmul_seconds(node: fx.Node, machine: Machine) -> float:

@@ -7,6 +7,7 @@
     ops.py        one frozen dataclass for each effect
     roles.py      the fields of ops: how each is written, read, checked and built
     program.py    Program, its regions, sites and remarks; `instantiate(rank)`
+    lifetimes.py  whose stream a buffer is, and when a run lets go of it
     overlap.py    which bytes two views share, on some rank
     order.py      what orders ops, in a list and between ranks; the order of one op after another
     text/         Program to text, and back

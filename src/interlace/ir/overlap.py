@@ -20,14 +20,33 @@ from interlace.errors import ProgramError
 from interlace.ir.ops import Access
 from interlace.ir.program import Program
 from interlace.ir.sizes import Int, cached, greatest, never_above
-from interlace.ir.types import Buffer, Dim, DType, Table, TableEntry, Team, Where
-from interlace.ir.view import AsStrided, Box, Chunk, Slice, Step, View, varying
+from interlace.ir.types import (
+    Buffer,
+    Dim,
+    DType,
+    Index,
+    RankIndex,
+    Table,
+    TableEntry,
+    Team,
+    Where,
+)
+from interlace.ir.view import AsStrided, Box, Chunk, Slice, Step, View
 
 KEPT = 1 << 11
 """Answers that are kept of each kind."""
 
 RNG_BUFFER = Buffer("rng", DType.u8, (1,))
 """Stands for the state that ops read and write when they draw random numbers."""
+
+
+Touched = Sequence[tuple[tuple[Access, ...], tuple[Access, ...]]]
+"""The reads and the writes of each op."""
+
+
+def touched_by(program: Program) -> Touched:
+    """The reads and the writes of each op of a Program."""
+    return [(op.reads(), op.writes()) for op in program.ops]
 
 
 class World:
@@ -60,14 +79,19 @@ class World:
 _world = cached(64)(World)
 
 
-def world_of(program: Program) -> World:
+def world_of(program: Program, touched: Touched | None = None) -> World:
     """The same for all Programs with the same teams, tables and ranks, and whose views name the
-    same teams."""
+    same teams. `touched` are the accesses of the ops, where the caller has them."""
     if len(program.teams) < 2:
         named = frozenset(team.name for team in program.teams)
     else:
-        accesses = (access for op in program.ops for access in (*op.reads(), *op.writes()))
-        named = teams_of(program, (access.view for access in accesses if access.view.steps))
+        views = (
+            access.view
+            for reads, writes in touched or touched_by(program)
+            for access in (*reads, *writes)
+            if access.view.steps
+        )
+        named = teams_of(program, views)
     return _world(program.teams, program.tables, program.ranks, named)
 
 
@@ -76,27 +100,23 @@ def teams_of(program: Program, views: Iterable[View] = ()) -> frozenset[str]:
     buffers = {"rng": RNG_BUFFER, **program.buffers()}
     owners = {table.name: table.team for table in program.tables}
     found = {buffer.team for buffer in buffers.values() if buffer.team is not None}
-    for view in (*map(View, buffers), *views):
-        for value in varying(view, buffers[view.buffer]):
-            found.add(owners[value.table] if isinstance(value, TableEntry) else value.team)
+    values: list[Dim | Index] = [dim for buffer in buffers.values() for dim in buffer.shape]
+    for view in views:
         for step in view.steps:
-            if isinstance(step, Chunk) and isinstance(step.parts, str):
-                found.add(owners[step.parts])
+            if isinstance(step, Chunk):
+                values.append(step.index)
+                if isinstance(step.parts, str):
+                    found.add(owners[step.parts])
+            elif isinstance(step, Slice):
+                values += (step.start, step.stop)
+    found |= {owners[value.table] for value in values if isinstance(value, TableEntry)}
+    found |= {value.team for value in values if isinstance(value, RankIndex)}
     return frozenset(found)
 
 
 def representatives(program: Program) -> tuple[int, ...]:
     """Ranks such that every other one resolves all views as one of them does."""
     return world_of(program).ranks
-
-
-Touched = Sequence[tuple[tuple[Access, ...], tuple[Access, ...]]]
-"""The reads and the writes of each op."""
-
-
-def touched_by(program: Program) -> Touched:
-    """The reads and the writes of each op of a Program."""
-    return [(op.reads(), op.writes()) for op in program.ops]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,9 +161,10 @@ class ViewExtent:
 class Overlaps:
     """The extents of a Program's views."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, touched: Touched | None = None) -> None:
+        """`touched` are the accesses of the ops, where the caller has them."""
         self.buffers = {"rng": RNG_BUFFER, **program.buffers()}
-        self._world = world_of(program)
+        self._world = world_of(program, touched)
         self._extents: dict[tuple[str, tuple[Step, ...]], ViewExtent] = {}
 
     def size(self, buffer: Buffer) -> int:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast, get_args
 
@@ -262,6 +264,22 @@ def together(programs: Program | Sequence[Program], caller: str) -> list[Program
                 f"interlace.load(path), a text with interlace.parse(text)"
             )
     return cast("list[Program]", listed)
+
+
+@contextmanager
+def no_collections() -> Generator[None]:
+    """A time without garbage collection, for work on large Programs.
+
+    What such work makes is in use until its end, and collections, each of which looks through
+    millions of ops, nodes and edges, take longer than the work.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _resized(program: Program, change: Callable[[Size], Int]) -> Program:

@@ -12,6 +12,7 @@ insert_sync.py        the fewest events that suffice
 take_turns.py         ranks put into a peer one after another
 fuse.py               what one kernel is to do becomes one op
 
+slots.py: which symmetric buffers share memory
 dependencies.py: what must stay before what;  uses.py: who declares, reads and writes a buffer
 rewrite.py: a list of ops as it changes
 sites/                what a collective is to the computation around it

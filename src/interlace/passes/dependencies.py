@@ -59,7 +59,8 @@ def dependencies(program: Program, listed: bool = True, touched: Touched | None 
     the accesses of the ops, where the caller has them.
     """
     edges: Edges = [set() for _ in program.ops]
-    overlaps, touched = Overlaps(program), touched or touched_by(program)
+    touched = touched or touched_by(program)
+    overlaps = Overlaps(program, touched)
     _data_edges(program, overlaps, touched, edges)
     _storage_edges(overlaps, touched, edges)
     order: Edges = edges if listed else [set() for _ in program.ops]  # in the list alone
@@ -231,13 +232,22 @@ def _lifetime_edges(program: Program, touched: Touched, edges: Edges, order: Edg
     taken: dict[str, tuple[int, Edges]] = {}
     """The op that declares each buffer, and the edges that uses behind it get."""
     users: dict[str, list[int]] = {}
+    given_back: dict[tuple[str | None, str | None], list[int]] = {}
+    """Uses of the buffer that gave each slot back last."""
     for index, op in enumerate(program.ops):
         ordering = op.ordering()
         if (buffer := ordering.takes) is not None:
+            used = given_back.pop((buffer.team, buffer.storage), ())
+            before = program.ops[index - 1] if index else op
+            if before.ordering().expects and before.stream == op.stream:
+                edges[index].update(used)  # it awaits that all are done: this rank as well
             # other kinds are there as soon as the host has listed them
             taken[buffer.name] = index, edges if buffer.name in symmetric else order
         elif (name := ordering.frees) is not None:
-            edges[index].update(users.pop(name, ()))
+            used = users.pop(name, [])
+            edges[index].update(used)
+            if (freed := symmetric.get(name)) is not None and freed.storage is not None:
+                given_back[freed.team, freed.storage] = used
             if name in taken:
                 edges[index].add(taken[name][0])
         else:
@@ -433,13 +443,13 @@ def _order(
             edges[y.op].add(expect)
             return
     between = _between(team.meetings, x.op, y.op)
-    if not any(_orders_all(program, program.ops[index]) for index in between):
+    if not any(orders_all(program, program.ops[index]) for index in between):
         between = _between(meetings, x.op, y.op)
     for one, other in pairwise((x.op, *between, y.op) if between else ()):
         edges[other].add(one)
 
 
-def _orders_all(program: Program, op: Op) -> bool:
+def orders_all(program: Program, op: Op) -> bool:
     """True if each member's end of this op comes after the begin of all."""
     if not isinstance(op, Collective) or KINDS[op.kind].rooted:
         return False

@@ -20,7 +20,7 @@ from interlace.cost import Machine
 from interlace.cost.choose import Estimate
 from interlace.errors import PassError
 from interlace.ir import Program, Remark, validate
-from interlace.ir.program import exchanged_sizes
+from interlace.ir.program import exchanged_sizes, no_collections
 from interlace.ir.sizes import MOST, deciding
 from interlace.options import Options
 from interlace.passes.accumulate import Accumulate
@@ -91,6 +91,7 @@ _BRACES = str.maketrans("{}", "()")
 """With these a pipeline is Python: a list of names and calls."""
 
 
+@no_collections()
 def run_pipeline(
     program: Program,
     passes: Iterable[Pass] | str,
@@ -148,6 +149,7 @@ def lowering(
     return tuple(found)
 
 
+@no_collections()
 def lower(
     program: Program,
     options: Options,

@@ -1,11 +1,11 @@
 """plan_memory: where every buffer lives, and for how long.
 
-Buffers that stay inside the Program share one `arena` by lifetime, symmetric ones the slots of
-their team's pool; what leaves the Program is allocated by torch. `Alloc` stands right before the
-first use, `Free` of fresh and symmetric buffers after the last; the `Free` of an input that the
-caller gives up moves there too. Bytes are reused only where the Program's data already orders all
-their uses, so nothing waits longer and no event is added. All is laid out for the largest sizes of
-the Program's class, so offsets are numbers.
+Buffers that stay inside the Program share one `arena` by lifetime, symmetric ones two slots of
+their team's pool (slots.py); what leaves the Program is allocated by torch. `Alloc` stands
+right before the first use, `Free` of fresh and symmetric buffers after the last; the `Free` of an
+input that the caller gives up moves there too. Bytes of the arena are reused only where the
+Program's data already orders all their uses, so nothing waits longer and no event is added. All is
+laid out for the largest sizes of the Program's class, so offsets are numbers.
 
     h = alloc(f32[64, 256], storage="arena", offset=4096)
 """
@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from interlace.cost.memory import aligned
 from interlace.errors import PassError
-from interlace.ir import Alloc, Free, Program, Remark, View
+from interlace.ir import Alloc, Expect, Free, Notify, Others, Program, RankIndex, View
 from interlace.ir.operators import matmul_of
 from interlace.ir.overlap import Overlaps
 from interlace.ir.sizes import UNBOUNDED
@@ -28,11 +28,11 @@ from interlace.passes.dependencies import dependencies
 from interlace.passes.fuse import groups
 from interlace.passes.insert_sync import clocks, strip_events
 from interlace.passes.rewrite import Rewrite, declaring
+from interlace.passes.slots import Handover, SlotPlan, without_handovers
+from interlace.passes.strategies.emitter import Names
 from interlace.passes.uses import allocs_of, returned_by, used_by
 
 ARENA = "arena"
-ALIGNMENT = 256
-"""Bytes; enough for any vector load, and for what a matrix multiplication likes best."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class PlanMemory:
                     f"plan_memory: {name!r} is an output and stays the caller's: take its free out"
                 )
         given_up = freed & {buffer.name for buffer in program.params if buffer.kind == "input"}
-        program = _place_allocs(_localise(strip_events(program)))
+        program = _place_allocs(_localise(without_handovers(strip_events(program))))
         plan = _Plan(program, self.reuse, given_up)
         rewrite = Rewrite(program.ops)
         storage = {name: (ARENA, offset) for name, offset in plan.offsets.items()}
@@ -63,9 +63,24 @@ class PlanMemory:
             rewrite.replace(allocs[name], declaring(program.ops[allocs[name]], buffer))
         for index, freed in plan.frees.items():
             rewrite.after(index, *freed)
-        kept = tuple(r for r in program.remarks if r.pass_name != self.name)
-        planned = program.replace(ops=rewrite.ops(), remarks=kept)
-        return planned.remarked([Remark(self.name, plan.peak())])
+        names = Names(program)
+        for told, handover in zip(plan.told, plan.handovers, strict=True):
+            _signal(rewrite, names, program, told, handover, allocs[handover.later])
+        return program.replace(ops=rewrite.ops())
+
+
+def _signal(
+    rewrite: Rewrite, names: Names, program: Program, told: int, handover: Handover, taken: int
+) -> None:
+    """Adds the signals by which each rank learns that all others are done with a slot's buffer."""
+    team = program.buffers()[handover.later].team
+    assert team is not None
+    signal, stream = names.new(f"{handover.slot}_freed"), program.ops[taken].stream
+    at = program.ops[told].stream
+    rewrite.after(told, Notify(signal=signal, peer=Others(team), team=team, stream=at))
+    for distance in range(1, program.team(team).size):
+        peer = RankIndex(team) + distance
+        rewrite.before(taken, Expect(signal=signal, peer=peer, team=team, stream=stream))
 
 
 def _localise(program: Program) -> Program:
@@ -150,7 +165,10 @@ class _Plan:
         self.sizes = {name: size for name, size in sizes.items() if size < UNBOUNDED}
         self.offsets = self._offsets()
         self.frees = self._frees()
-        self.slots = self._slots()
+        slots = SlotPlan(program, self.order, self.uses, self.sizes, reuse)
+        self.slots, self.handovers = slots.names, slots.handovers
+        self.told = [self._hand_over(handover) for handover in self.handovers]
+        """Behind which op all ranks are told of each handover."""
 
     def _last(self, name: str) -> list[int]:
         """Position that each stream must have reached for every use of the buffer to be done."""
@@ -192,7 +210,7 @@ class _Plan:
                 least = [min(column) for column in zip(*known, strict=True)]
                 active = [a for a in active if any(n > h for n, h in zip(a[0], least, strict=True))]
             taken = [a[1:] for a in active if not (self.reuse and self._done_before(a[0], name))]
-            size, offset = _aligned(self.sizes[name]), 0
+            size, offset = aligned(self.sizes[name]), 0
             for start, stop in sorted(taken):
                 if offset + size <= start:
                     break
@@ -231,57 +249,13 @@ class _Plan:
         )
         return index + sum(1 for _ in following)
 
-    def _slots(self) -> dict[str, str]:
-        """The slot of each symmetric buffer: one that is free by then and fits best, or a new
-        one."""
-        names: dict[str, str] = {}
-        size: dict[tuple[str | None, str], int] = {}
-        idle: dict[str | None, list[str]] = {}
-        for index, op in enumerate(self.ops):
-            buffer = op.ordering().takes
-            if buffer is not None and buffer.kind == "symmetric":
-                wanted, team = self.sizes.get(buffer.name, 0), buffer.team
-                free = idle.setdefault(team, []) if self.reuse else []
-                best = min(free, key=lambda s: abs(size[team, s] - wanted), default=None)
-                if best is None:
-                    best = f"s{sum(owner == team for owner, _ in size)}"
-                else:
-                    free.remove(best)
-                size[team, best] = max(wanted, size.get((team, best), 0))
-                names[buffer.name] = best
-            for released in self.frees.get(index, ()):
-                if released.buffer in names:
-                    team = self.buffers[released.buffer].team
-                    idle.setdefault(team, []).append(names[released.buffer])
-        return names
-
-    def peak(self) -> str:
-        """The bytes that a run takes at most, in words."""
-        ends = [offset + _aligned(self.sizes[name]) for name, offset in self.offsets.items()]
-        arena, alone = (
-            max(ends, default=0),
-            sum(_aligned(self.sizes[name]) for name in self.offsets),
-        )
-        pool: dict[tuple[str | None, str], int] = {}
-        for name, slot in self.slots.items():
-            key = (self.buffers[name].team, slot)
-            pool[key] = max(pool.get(key, 0), self.sizes.get(name, 0))
-        slots = 2 * sum(pool.values())
-        fresh = {n: size for n, size in self.sizes.items() if self.buffers[n].kind == "fresh"}
-        begins = Counter[int]()
-        for name, size in fresh.items():
-            begins[self.uses[name][0]] += size
-        live = peak = 0
-        for index in range(len(self.ops)):
-            live += begins[index]
-            peak = max(peak, live)
-            live -= sum(fresh.get(free.buffer, 0) for free in self.frees.get(index, ()))
-        return (
-            f"peak {arena + slots + peak} bytes: arena {arena} for {len(self.offsets)} buffers "
-            f"({alone} without reuse), {slots} for {len(pool)} symmetric slots of two copies, "
-            f"{peak} fresh at most"
-        )
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    def _hand_over(self, handover: Handover) -> int:
+        """Frees a buffer right behind its last use, and says behind which op."""
+        name = handover.earlier
+        for frees in self.frees.values():
+            frees[:] = [free for free in frees if free.buffer != name]
+        last = self.uses[name][-1]
+        told = self._told(last)
+        free = Free(buffer=name, stream=self.ops[last].stream)
+        self.frees.setdefault(told, []).append(free)
+        return told

@@ -29,6 +29,7 @@ from interlace.passes.dependencies import Before, dependencies, followers, symme
 from interlace.passes.fuse import arrivals, groups
 from interlace.passes.insert_sync import clocks, strip_events
 from interlace.passes.rewrite import declaring, tagged
+from interlace.passes.slots import LIVE
 from interlace.passes.uses import allocs_of, puts_of, used_by
 
 WHOLE, LIGHT = 96, 8
@@ -42,8 +43,9 @@ class Schedule:
     """Orders the ops and puts them on streams."""
 
     name: ClassVar[str] = "schedule"
-    window: int = 64
-    """Number of ops by which compute may move forward or back: this bounds its memory cost."""
+    window: int = 6
+    """Number of whole matmuls by which compute may be late, and communication early: this bounds
+    the memory that waits for either."""
 
     def run(self, program: Program) -> Program:
         """The same ops, reordered and on streams; events are left to `insert_sync`."""
@@ -82,7 +84,7 @@ class _Player:
     """Plays a Program on lanes, and lists its ops as they start."""
 
     def __init__(self, program: Program, window: int) -> None:
-        self.program, self.ops, self.window = program, program.ops, window
+        self.program, self.ops, self.window = program, program.ops, window * WHOLE
         symmetric = symmetric_buffers(program)
         self.roles = [role(op, symmetric) for op in self.ops]
         self.arrivals = arrivals(program)
@@ -103,12 +105,13 @@ class _Player:
         self.group = {i: group for group in groups(program) for i in group}
         self.declared = self._declared()
         self.kernel: list[int] = []  # what the kernel that was begun has still to do
+        self.slots = _Slots(self)
         self.free = dict.fromkeys(LANES.values(), 0)
 
     def play(self) -> list[Op]:
         """The ops in their new order."""
         compute = [i for i, role in enumerate(self.roles) if role == "compute"]
-        oldest = 0
+        oldest = widened = 0
         distant: dict[str, list[tuple[int, int]]] = {lane: [] for lane in self.free}
         near: dict[str, dict[int, int]] = {lane: {} for lane in self.free}  # op: its data is there
         woken = [i for i, count in enumerate(self.missing) if count == 0]
@@ -118,7 +121,9 @@ class _Player:
                 heapq.heappush(distant[lane], (self.ranks[index], index))
             while oldest < len(compute) and self.placed[compute[oldest]]:
                 oldest += 1
-            horizon = oldest + self.window if oldest < len(compute) else 2 * FAR
+            horizon = 2 * FAR
+            if oldest < len(compute):
+                horizon = self.ranks[compute[oldest]] + self.window + widened
             for lane, heap in distant.items():
                 while heap and (heap[0][0] < horizon or heap[0][0] == FAR):
                     index = heapq.heappop(heap)[1]
@@ -127,8 +132,14 @@ class _Player:
             if not choices and self.kernel:
                 self.kernel = []  # it needs something else first: it falls apart
                 choices = self._choices(near)
+            if not choices:  # more symmetric buffers must be in use at once
+                choices = self._choices(near, limited=False)
             if not choices:
-                break
+                if not any(distant.values()):
+                    break
+                woken, widened = [], widened + WHOLE  # arrivals keep an order of their own
+                continue
+            widened = 0
             start, lane, index = min(choices)
             del near[lane][index]
             self._place(index, lane)
@@ -144,16 +155,19 @@ class _Player:
                 self._place(index, "main")
         return [_on(self.ops[index], self.stream[index]) for index in self.listed]
 
-    def _choices(self, near: dict[str, dict[int, int]]) -> list[tuple[int, str, int]]:
+    def _choices(
+        self, near: dict[str, dict[int, int]], limited: bool = True
+    ) -> list[tuple[int, str, int]]:
         """Start, lane and next op of each lane that has one ready; a begun kernel goes on with its
-        own ops, and arrivals keep their order."""
+        own ops, and arrivals keep their order. `limited`: at most `LIVE` symmetric buffers."""
         main = near["main"]
         if self.kernel:
             main = {index: main[index] for index in self.kernel[:1] if index in main}
         first = next((i for i in self.arrivals if not self.placed[i]), -1)
         awaited = {index: when for index, when in near["arrivals"].items() if index == first}
         lanes = {**near, "main": main, "arrivals": awaited}
-        return [self._choose(lane, ready) for lane, ready in lanes.items() if ready]
+        able = {lane: self.slots.able(ready, limited) for lane, ready in lanes.items()}
+        return [self._choose(lane, ready) for lane, ready in able.items() if ready]
 
     def _choose(self, lane: str, ready: dict[int, int]) -> tuple[int, str, int]:
         """When the lane goes on, and with which op; at the same time communication goes first."""
@@ -174,6 +188,7 @@ class _Player:
         for other in sorted(late):
             self.placed[other], self.stream[other] = True, stream
             self.listed.append(other)
+            self.slots.place(other)
 
     def _declared(self) -> dict[int, list[int]]:
         """Allocations of all buffers that a kernel uses, by the kernel's first op."""
@@ -250,13 +265,14 @@ class _Player:
         return depths
 
     def _ranks(self) -> list[int]:
-        """Compute has its place among compute; the others that of the first compute they serve."""
+        """The weight of all compute before an op of compute; the others have the rank of the first
+        compute that they serve."""
         ranks = [FAR] * len(self.ops)
-        count = self.roles.count("compute")
+        rank = sum(w for w, role in zip(self.weights, self.roles, strict=True) if role == "compute")
         for index in reversed(range(len(self.ops))):
             if self.roles[index] == "compute":
-                count -= 1
-                ranks[index] = count
+                rank -= self.weights[index]
+                ranks[index] = rank
             else:
                 ranks[index] = min((ranks[other] for other in self.after[index]), default=FAR)
         # Pieces travel in the order in which they are made: the parts of a kernel record none, and
@@ -272,6 +288,60 @@ class _Player:
             for index, _ in puts:
                 ranks[index] = first
         return ranks
+
+
+class _Slots:
+    """Symmetric buffers in use while ops are placed: at most `LIVE` of a team at once.
+
+    They are taken in the order in which compute needs them, so that one gathered far ahead keeps
+    none from what comes first.
+    """
+
+    def __init__(self, player: _Player) -> None:
+        self.team = {n: b.team for n, b in symmetric_buffers(player.program).items()}
+        self.uses: dict[int, list[str]] = {}
+        """Symmetric buffers that each op uses; the first of a kernel uses those of all its ops."""
+        self.left = dict.fromkeys(self.team, 0)
+        """Number of uses of each that are still to be placed."""
+        first = dict.fromkeys(self.team, FAR)
+        for index, op in enumerate(player.ops):
+            ordering = op.ordering()
+            if ordering.takes is None and ordering.frees is None:
+                for name in used_by((op,)) & self.team.keys():
+                    first[name] = min(first[name], player.ranks[index])
+                    for user in {index, player.group.get(index, (index,))[0]}:
+                        self.uses.setdefault(user, []).append(name)
+                        self.left[name] += 1
+        self.waiting: dict[str | None, list[str]] = {}
+        """Buffers that no op has used yet, by team, in the order of need."""
+        for name in sorted(self.team, key=lambda name: first[name]):
+            self.waiting.setdefault(self.team[name], []).append(name)
+        self.live = dict.fromkeys(self.waiting, 0)
+
+    def able(self, ready: dict[int, int], limited: bool) -> dict[int, int]:
+        """The ops whose buffers have a slot, or get the next ones; all ops if not `limited`."""
+        if not limited:
+            return ready
+        return {i: when for i, when in ready.items() if i not in self.uses or self._may(i)}
+
+    def _may(self, index: int) -> bool:
+        for team, waiting in self.waiting.items():
+            wanted = {name for name in self.uses[index] if self.team[name] == team}
+            count = len(wanted.intersection(waiting))
+            if count:
+                if not wanted.issuperset(waiting[:count]) or self.live[team] + count > LIVE:
+                    return False
+        return True
+
+    def place(self, index: int) -> None:
+        """Counts what an op takes, and what has its last use in it."""
+        for name in self.uses.get(index, ()):
+            team = self.team[name]
+            if name in self.waiting[team]:
+                self.waiting[team].remove(name)
+                self.live[team] += 1
+            self.left[name] -= 1
+            self.live[team] -= not self.left[name]
 
 
 def _on_main(program: Program) -> tuple[Program, Before | None]:

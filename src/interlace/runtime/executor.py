@@ -29,6 +29,7 @@ from interlace.comm import TeamComm, limit_s, team_of
 from interlace.comm.resets import reset_in_turn
 from interlace.comm.teams import check_alive, check_process, check_size
 from interlace.cost import Timeline
+from interlace.cost.memory import lasting_bytes
 from interlace.errors import ExecutorError, TeamError
 from interlace.ir import Program, validate
 from interlace.ir.program import exchanged_sizes, lasting_sizes
@@ -51,7 +52,7 @@ from interlace.runtime.prepare.agreement import Agreement, agree_and_prove, prog
 from interlace.runtime.prepare.plan import Plan, backends_of, with_backends
 from interlace.runtime.prepare.registered import collect
 from interlace.runtime.run_sizes import RunSizes
-from interlace.runtime.values import ValueTable, arena_for
+from interlace.runtime.values import ValueTable, arena_for, laid_out
 
 MIXER, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 """Multiplier that spreads 32 bits over the 64 of a tag, and the mask of 64 bits."""
@@ -310,6 +311,7 @@ class Executor:
         """Binds every op to the memory and the backends that are there, with these values of the
         named sizes at hand. Needs no other rank."""
         with torch.inference_mode(False), torch.no_grad(), settled(self.sizes):
+            self._assert_bound(self._plan)
             context = self._context(RunSizes(values))
             self._kept.end_engine()
             self._kept.engine = engine = self._engine_class(context)
@@ -318,6 +320,16 @@ class Executor:
         self.engine, self._bound_resets = engine, self._resets()
         self._size_values = context.values.sizes.at
         return engine
+
+    def _assert_bound(self, plan: Plan) -> None:
+        """The memory that is set aside is what `cost/memory.py` counts from the Program. Slots may
+        be larger: other ranks and Programs have them too."""
+        arena, slots = lasting_bytes(plan.program, self.rank)
+        _, laid = laid_out(plan.buffers)
+        assert laid == arena, f"an arena of {laid} bytes, where {arena} are counted"
+        for name, slot in self._shared.slots.items():
+            wanted = slots[plan.takes[name], plan.slot_of(name)]
+            assert slot.nbytes >= wanted, f"{name} has a slot of {slot.nbytes} bytes, not {wanted}"
 
     def _context(self, run_sizes: RunSizes) -> EngineContext:
         agreement, plan = self.agreement, self._plan

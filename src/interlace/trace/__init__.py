@@ -3,6 +3,7 @@
 perfetto.py   a trace for Perfetto, with arrows between ops that order each other
 html.py       one self-contained page: the gain, rows, text, sites, overlap (its parts: page/)
 page_data.py  what the page's script reads
+memory.py     the memory of a run as a picture
 summary.py    the page's figures: its head, the tables of sites and of overlap
 figures.py    the overlap figures as text or data
 tracks.py     runs, what stands in one row, the arrows, and how files are written

@@ -3,7 +3,8 @@
 The head says what overlap gained. Below it stand the timelines, measured before predicted: rows are
 ranks x streams, the schedule that a run is compared with above its own on one time scale; a colour
 is a site, and exposed communication is marked. The page zooms, pans, searches, shows an op's text
-under the pointer, and has the Programs' text, the sites and the overlap figures beside it.
+under the pointer, and has the Programs' text, the sites, the overlap figures and a picture of the
+memory beside it.
 
     write_page([Run((executor.program,), simulated, executor.timeline())], "step.html")
 
@@ -23,10 +24,13 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+from interlace.cost.memory import HEADINGS as MODULES
+from interlace.cost.memory import IN_WORDS, KINDS
 from interlace.cost.timeline import Figures
 from interlace.ir import Program
 from interlace.ir.text.printer import print_lines
 from interlace.trace.figures import HEADINGS, milliseconds, percent
+from interlace.trace.memory import memory_figures
 from interlace.trace.page_data import COLOURS, PageSite, numbered, page_data, site_groups
 from interlace.trace.summary import Totals, head_totals, overlap_rows, site_headings, site_rows
 from interlace.trace.tracks import Run, write_whole
@@ -69,6 +73,7 @@ def html_page(runs: Sequence[Run], name: str = "", facts: Sequence[tuple[str, st
         listings="".join(listed),
         figures=_table(HEADINGS, overlap_rows(runs)),
         sites=_sites(runs, shades),
+        memory=_memory(runs),
         data=script_json(page_data(runs)),
         script=script,
     )
@@ -155,6 +160,23 @@ def _sites(runs: Sequence[Run], shades: Mapping[PageSite, int]) -> str:
     return f'<div><h2>Sites</h2>{SITES_SAID}<div class="wide">{found}</div></div>'
 
 
+def _memory(runs: Sequence[Run]) -> str:
+    """A picture of each run's memory, and what is alive at its peak."""
+    found = "".join(
+        f"<h3>{escape(name)} · {escape(memory.line())}</h3>{picture}"
+        f'<div class="wide">{_table(MODULES, memory.rows())}</div>'
+        for name, memory, picture in memory_figures(runs)
+    )
+    keys = " ".join(
+        f'<span><i class="key {kind}"></i>{words}</span>'
+        for kind, words in zip(KINDS, IN_WORDS, strict=True)
+    )
+    said = f'<p class="soft">{MEMORY_SAID}</p><p class="hint">{keys}</p>'
+    return f'<div id="memory"><h2>Memory</h2>{said}{found}</div>' if found else ""
+
+
+MEMORY_SAID = """Counted from the Program, op by op in the order of its list, on the rank that \
+takes most; inputs that stay the caller's are left out. The tables list what is alive then."""
 SITES_SAID = """<p class="soft">Serial and predicted are the cost model's, of the site alone. \
 Measured is from the first start of a site's computation and communication to the last end, on its \
 slowest rank; ops of other sites may run between.</p>"""

@@ -8,15 +8,13 @@ True
 from __future__ import annotations
 
 import dataclasses
-import gc
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
 from interlace.errors import OptionError, ProgramError, SizeError
-from interlace.ir.program import Program, together
+from interlace.ir.program import Program, no_collections, together
 from interlace.ir.sizes import FIXED, deciding
 from interlace.ir.types import Others
 from interlace.ir.validate import validate
@@ -72,22 +70,9 @@ def check(
             "interlace.check: `runs` went, since a check is for any number of runs in a row. "
             "fix: leave it out"
         )
-    with _no_collections():
+    with no_collections():
         listed = together(programs, "interlace.check")
         return _check_class(listed, in_order, fold)
-
-
-@contextmanager
-def _no_collections() -> Generator[None]:
-    """Nothing of the graph is garbage before the end, and what collections find takes longer than
-    the check: each looks through millions of nodes and edges."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _check_class(listed: Sequence[Program], in_order: bool, fold: bool) -> Report:

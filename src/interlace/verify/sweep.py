@@ -239,6 +239,10 @@ class Sweep:
                 self._touch(node, place, item, touch)
             if item.ordering.frees is not None and item.version >= 0:
                 self._free(node, place, item)
+        # An access holds its memory: what is let go of here needs no collection to find it.
+        lives = (life.content for known in self._lives.values() for life in known.values())
+        for content in (*lives, *self._copies.values()):
+            content.memory.cells.clear()
 
     def _fault(self, kind: str, first: ByteAccess | None, second: ByteAccess) -> None:
         """Keeps a fault under what it is about, so that ranks that repeat it share it."""

@@ -2,8 +2,8 @@
 
 A slot has two copies on every rank, used in turn: take n uses copy n % 2 once every rank has
 given back take n - 2. Counts go on from run to run and from Program to Program, so that a rank
-may be a run ahead of its peers without a barrier, and slots of one name and size are shared by
-all Executors.
+may be a run ahead of its peers without a barrier, and slots of one name are shared by all Executors
+whose buffers fit into them.
 
     pool.ensure("1", {"s0": 1 << 20}, timeout_s=60)    # all ranks, while they prepare
     use = pool.slots["s0", 1 << 20].next_use()          # a take: which copy, and its number
@@ -93,7 +93,12 @@ class SlotPool:
         for name, nbytes in (item for note in notes for item in note["slots"].items()):
             sizes[name] = max(sizes.get(name, 0), nbytes)
         idle_here = [{(name, size) for name, size in note["idle"]} for note in notes]
-        gone = sorted(set.intersection(*idle_here) - set(sizes.items()))
+        unused = set.intersection(*idle_here)
+        for name, nbytes in sizes.items():
+            if (name, nbytes) not in self.slots:  # one that is held, if it is large enough
+                held = [n for other, n in self.slots.keys() - unused if other == name]
+                sizes[name] = min((n for n in held if n >= nbytes), default=nbytes)
+        gone = sorted(unused - set(sizes.items()))
         if gone:
             self._drop(topic, gone, timeout_s)
         missing = sorted(key for key in sizes.items() if key not in self.slots)

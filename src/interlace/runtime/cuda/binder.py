@@ -30,6 +30,7 @@ import torch
 from interlace import ir
 from interlace.comm.cuda.driver import Driver, Event
 from interlace.errors import ExecutorError
+from interlace.ir.lifetimes import callers, homes
 from interlace.runtime.calling.calls import Thunk, bind_call, in_turn
 from interlace.runtime.cuda.lanes import EventPoint, Lane, Point, Words, brought_together
 from interlace.runtime.cuda.launches.fused import (
@@ -42,7 +43,7 @@ from interlace.runtime.cuda.launches.fused import (
 from interlace.runtime.cuda.launches.transfers import collective, messages
 from interlace.runtime.cuda.waits.waiting import holds
 from interlace.runtime.engine import EngineContext, unbound
-from interlace.runtime.prepare.plan import callers, homes, listed
+from interlace.runtime.prepare.plan import listed
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine

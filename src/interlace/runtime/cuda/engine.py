@@ -35,6 +35,7 @@ from interlace.comm import TeamComm, Use
 from interlace.comm.cuda.driver import Driver, Event
 from interlace.errors import BackendError, ExecutorError
 from interlace.ir import Alloc, Call, Copy, Free, views_in
+from interlace.ir.lifetimes import homes
 from interlace.runtime.calling.calls import Outputs
 from interlace.runtime.cuda.binder import Binding
 from interlace.runtime.cuda.graphs.graphs import Graphs
@@ -43,7 +44,6 @@ from interlace.runtime.cuda.lanes import OpTimer
 from interlace.runtime.cuda.sharing import hears_all, share
 from interlace.runtime.cuda.waits.watchdog import Marks, Watched, watchdog
 from interlace.runtime.engine import Engine, EngineContext
-from interlace.runtime.prepare.plan import homes
 from interlace.torch_private import (
     cuda_device,
     cuda_raw_stream,

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from interlace import ir
 from interlace.comm import Contacts, Demand, Spec, staged_nbytes
 from interlace.errors import ProgramError, UnsupportedError
+from interlace.ir.lifetimes import released_after
 from interlace.ir.sizes import greatest, number, numbers
 from interlace.runtime.values import DTYPES, nbytes
 
@@ -293,48 +294,9 @@ def listed(
 ) -> Iterator[tuple[int, ir.Op, int | None, Sequence[str]]]:
     """The ops as an engine binds them, with the fresh buffers that are released after each; with
     `one_by_one` (the option `in_order`) their `steps` by number, else None."""
-    leaving = releases(program)
+    leaving = released_after(program)
     spots = ir.in_order(program.ops) if one_by_one else [(i, 0) for i in range(len(program.ops))]
     for index, member in spots:
         op = program.ops[index]
         last = not one_by_one or member == len(op.steps) - 1
         yield index, op, member if one_by_one else None, leaving.get(index, ()) if last else ()
-
-
-def callers(program: ir.Program) -> str:
-    """The stream that is the caller's: `main`, or the first if none is called so."""
-    names = program.streams()
-    return "main" if "main" in names or not names else names[0]
-
-
-def homes(program: ir.Program) -> dict[str, str]:
-    """The stream that each buffer of a run is allocated on."""
-    main = callers(program)
-    found = {buffer.name: main for buffer in program.params}
-    for op in program.ops:
-        if (taken := op.ordering().takes) is not None:
-            found[taken.name] = main
-        for access in op.writes():
-            found.setdefault(access.view.buffer, op.stream)
-    return found
-
-
-def releases(program: ir.Program) -> dict[int, list[str]]:
-    """Fresh buffers released after each op: used by one stream alone. The Program's own Frees and
-    returned buffers are left out."""
-    kept = {view.buffer for arg in program.returned() for view in ir.views_in(arg)}
-    kept |= {freed for op in program.ops if (freed := op.ordering().frees) is not None}
-    streams = {name: {stream} for name, stream in homes(program).items()}
-    last: dict[str, int] = {}
-    for index, op in enumerate(program.ops):
-        for access in (*op.reads(), *op.writes()):
-            streams.setdefault(access.view.buffer, set()).add(op.stream)
-            last[access.view.buffer] = index
-    found: dict[int, list[str]] = {}
-    for buffer in program.buffers().values():
-        name = buffer.name
-        if buffer.kind != "fresh" or name in kept or name not in last:
-            continue
-        if len(streams[name]) == 1:
-            found.setdefault(last[name], []).append(name)
-    return found

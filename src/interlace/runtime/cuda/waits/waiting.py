@@ -25,7 +25,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from interlace.ir import Access, Call, Copy, Op
-from interlace.runtime.prepare.plan import Plan, callers
+from interlace.ir.lifetimes import callers
+from interlace.runtime.prepare.plan import Plan
 
 Hold = tuple[int, bool]
 """An op, and whether it must be done; else all that stands before it."""
