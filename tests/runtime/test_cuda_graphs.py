@@ -20,15 +20,16 @@ import torch
 from tests.runtime.test_cuda_plain import TWO_STREAMS
 from tests.support.fake_cuda import MAIN, Fake, fake_engine
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.comm import Use
 from interlace.comm.cuda import driver as driver_file
-from interlace.comm.cuda.memory import tensor_at
 from interlace.errors import BackendError, ExecutorError, PeerError
 from interlace.ir import parse
 from interlace.options import Options
+from interlace.runtime.calling.calls import reader_of
 from interlace.runtime.cuda.graphs import graphs as graphs_file
-from interlace.runtime.cuda.graphs.captured import launcher
+from interlace.runtime.cuda.graphs.captured import GraphPair, launcher
 from interlace.runtime.cuda.graphs.warm_up import capture_thread, warm_up
 from interlace.runtime.prepare.plan import QueuePlace
 from interlace_bench.kernels.host import WIDTH, program
@@ -76,18 +77,17 @@ class Graphed:
     def __init__(self, fake: Fake, graphs: graphs_file.Graphs) -> None:
         self.fake, self.graphs, self.captures, self.made = fake, graphs, 0, 0
         self.results: tuple[Any, ...] = ()
+        self.all: list[Any] = []
         self.held: list[Any] | None = []
         """What runs were given, so that nothing else comes to lie there."""
-        self.own: tuple[Any, ...] | None = ()
-        """What the graphs give as results (None: their outputs),"""
-        self.after: tuple[Any, ...] | None = None
-        """those of odd runs, if they are others,"""
         self.captured: list[tuple[Any, ...]] = []
-        """and what was captured last."""
+        """What was captured last."""
         self.pools: list[Any] = []
         """The pool of each capture."""
-        object.__setattr__(fake.engine.context, "results", self._results)
-        fake.engine.context.outputs.new = self.new
+        context = fake.engine.context
+        results = reader_of(context.plan.program.returned(), context.plan, context.values)
+        object.__setattr__(context, "results", results)
+        context.outputs.new = self.new
         fake.engine.warm = True
 
     def run(self, inputs: list[Any], out: list[Any] | None) -> list[tuple[Any, ...]]:
@@ -103,25 +103,32 @@ class Graphed:
         """The same, without their numbers."""
         return [entry[0] for entry in self.run(inputs, out)]
 
-    def _results(self) -> tuple[Any, ...]:
-        if self.own is None:
-            values = self.fake.engine.context.values
-            return (
-                values.items[
-                    values.family(self.fake.engine.context.plan.program.params[2].name)[0]
-                ],
-            )
-        odd = len(self.pools) % 2 == 0
-        return self.after if odd and self.after is not None else self.own
-
     def new(self) -> list[torch.Tensor]:
         self.made += 1
         return [tensor()]
 
     def place(self, number: int) -> int:
         """Where the only pair has a tensor that is copied."""
-        (pair,) = self.graphs.pairs
+        (pair,) = self.pairs
         return pair.places[number].data_ptr()
+
+    @property
+    def pairs(self) -> list[GraphPair]:
+        return [pair for pairs in self.graphs.pairs.values() for pair in pairs]
+
+
+class Pool(TorchDispatchMode):
+    """Memory that is allocated in a capture stays, as that of a pool does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.empty_strided:
+            self.held.append(made)
+        return made
 
 
 class FakeGraph:
@@ -130,13 +137,16 @@ class FakeGraph:
     def __init__(self, made: Graphed) -> None:
         made.captures += 1
         self.made, self.number = made, made.captures
+        made.all.append(self)
 
     def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local"
-        self.before = list(log)
+        self.before, self.pool = list(log), Pool()
         self.made.pools.append(pool)
+        self.pool.__enter__()
 
     def capture_end(self) -> None:
+        self.pool.__exit__(None, None, None)
         self.made.captured = log[len(self.before) :]
         log[:] = self.before
 
@@ -169,11 +179,12 @@ def graphed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_no_tensor_of_the_callers_is_kept(graphed: Graphed, seed: int) -> None:
     """Else an allocator could never give the same address again."""
     inputs, out = [tensor(), tensor()], [tensor()]
-    graphed.held, graphed.own = None, (out[0], out[0][:2])  # a view of it is copied
+    graphed.held = None
     for _ in range(2):
         graphed.run(inputs, out)
+        assert graphed.results[0] is out[0]
     held = [StorageWeakRef(t.untyped_storage()) for t in (*inputs, *out)]
-    graphed.own = graphed.results = ()
+    graphed.results = ()
     del inputs, out
     assert all(ref.expired() for ref in held)
 
@@ -190,52 +201,53 @@ def another(graphed: Graphed, *tensors: torch.Tensor) -> None:
     numbers.update({t.data_ptr(): numbers.get(t.data_ptr(), 1) + 1 for t in tensors})
 
 
-def test_what_moves_is_copied_from_then_on(graphed: Graphed) -> None:
+def test_what_moves_is_copied(graphed: Graphed) -> None:
     """As a part of the run: reads of the same memory on another stream come before."""
-    graphed.held, inputs = None, [tensor(), tensor()]
-    out, keep = [tensor()], []
-    assert graphed.kinds(inputs, out) == PLAIN
+    inputs, out = [tensor(), tensor()], [tensor()]
+    graphed.graphs.moved = {0}
+    assert graphed.kinds(inputs, out) == ["copy", *PLAIN]
     first = graphed.fake.engine.last
     assert first is not None
     for number in range(4):
-        keep.append(inputs[0])  # so that no address comes again
         inputs[0] = tensor()
-        gone = keep.pop(0).data_ptr() if number == 0 else 0
         graphed.fake.on(MAIN + 50 + number)
-        found = graphed.run(inputs, out)
-        if number == 0:
-            assert gone
-            assert [entry[0] for entry in found[:2]] == ["reset", "reset"]
-            found = found[2:]
-        assert found == [
+        assert graphed.run(inputs, out) == [
             ("wait_event", MAIN + 50 + number, first[1]),
             ("copy", MAIN + 50 + number, graphed.place(0), inputs[0].data_ptr(), NBYTES),
-            ("replay", 4 - number % 2),
+            ("replay", 2 - number % 2),
             ("record", MAIN + 50 + number, first[1]),
         ]
-    assert graphed.captures == 4
-    assert graphed.pools[1:] == graphed.pools[:1] * 3, "one pool"
+    assert graphed.captures == 2
+    assert graphed.pools[0] is graphed.pools[1]
 
 
-def test_another_set_of_parameters_has_a_pair_of_its_own(graphed: Graphed) -> None:
+def test_what_loses_its_memory_again_and_again_is_copied_from_then_on(graphed: Graphed) -> None:
+    graphed.held, inputs, out = None, [tensor(), tensor()], [tensor()]
+    assert graphed.kinds(inputs, out) == PLAIN
+    for number in range(6):
+        inputs[0] = tensor()  # while the other is there, so that it lies elsewhere
+        kinds = ["copy", *PLAIN] if number >= graphs_file.FEW else PLAIN
+        resets = ["reset"] * 2 * (number <= graphs_file.FEW)
+        assert graphed.kinds(inputs, out) == [*resets, *kinds]
+        assert len(graphed.pairs) == 1
+    assert graphed.graphs.moved == {0}
+    assert len({*graphed.pools}) == 1
+    weights = [tensor() for _ in range(graphs_file.FEW + 2)]
+    for inputs[1] in weights:
+        assert graphed.kinds(inputs, out)[-3:] == ["copy", *PLAIN]
+    assert graphed.graphs.moved == {0}, "these are still there"
+
+
+def test_another_set_of_parameters_has_a_pair_of_its_own(
+    graphed: Graphed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As layers have that share their code. Nothing is copied."""
     sets = [([tensor(), tensor()], [tensor()]) for _ in range(5)]
     for number in range(15):
         assert graphed.kinds(*sets[number % 5]) == PLAIN
-    assert len(graphed.graphs.pairs) == 5
-
-
-def test_beyond_some_pairs_all_is_copied(graphed: Graphed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs_file, "MOST", 2)
-    w, y, xs = tensor(), tensor(), [tensor() for _ in range(5)]
-    for x in (*xs, *xs[2:]):
-        found = graphed.kinds([x, w], [y])
-    assert found == ["copy", *PLAIN]
-    assert len(graphed.graphs.pairs) == 3
-    assert graphed.captures == 6
-    assert graphed.kinds([xs[0], w], [y]) == PLAIN
-    assert graphed.kinds([xs[0], tensor()], [y])[-4:] == ["copy", "copy", *PLAIN]
-    assert len(graphed.graphs.pairs) == 3
+    assert len(graphed.pairs) == 5
+    monkeypatch.setattr(graphs_file, "MOST", 5)
+    assert graphed.kinds([tensor(), tensor()], [tensor()]) == ["reset"] * 10 + PLAIN
 
 
 def expanded() -> torch.Tensor:
@@ -252,12 +264,11 @@ def expanded() -> torch.Tensor:
     ids=["expanded", "transposed", "expanded-with-gaps"],
 )
 def test_whatever_its_strides_an_input_is_copied_as_it_lies(
-    graphed: Graphed, monkeypatch: pytest.MonkeyPatch, make: Any, nbytes: int
+    graphed: Graphed, make: Any, nbytes: int
 ) -> None:
     """torch would refuse to write an expanded place."""
-    monkeypatch.setattr(graphs_file, "FEW", 1)
+    graphed.graphs.moved = {0}
     w, y = tensor(), tensor()
-    graphed.run([make(), w], [y])
     graphed.run([make(), w], [y])
     for _ in range(2):
         other = make()
@@ -265,15 +276,15 @@ def test_whatever_its_strides_an_input_is_copied_as_it_lies(
         if nbytes:
             assert found.pop(0) == ("copy", MAIN, graphed.place(0), other.data_ptr(), nbytes)
         else:
-            assert torch.equal(graphed.graphs.pairs[0].places[0], other)
+            assert torch.equal(graphed.pairs[0].places[0], other)
         assert [entry[0] for entry in found] == PLAIN
 
 
 @pytest.mark.parametrize("graphed", [parse(CACHE)], indirect=True)
 def test_an_input_that_a_program_changes_is_changed_wherever_it_lies(
-    graphed: Graphed, monkeypatch: pytest.MonkeyPatch
+    graphed: Graphed,
 ) -> None:
-    monkeypatch.setattr(graphs_file, "FEW", 1)
+    graphed.graphs.moved = {1}
     x, cache, y = tensor(), tensor(), tensor()
     graphed.run([x, cache], [y])
     for _ in range(2):
@@ -286,68 +297,23 @@ def test_an_input_that_a_program_changes_is_changed_wherever_it_lies(
         assert kinds.index("replay") < copied < kinds.index("record")
 
 
-def test_what_a_backend_has_mapped_counts_as_moved_when_its_storage_is_gone(
-    graphed: Graphed,
-) -> None:
-    """NCCL may have mapped the old one into the peers, where an op of its own uses it."""
-    first_name = graphed.fake.engine.context.plan.program.params[0].name
-    graphed.graphs.bound, graphed.held = {first_name}, None
-    block, w, y = torch.zeros(2 * WIDTH, WIDTH), tensor(), tensor()
-
-    def at(rows: torch.Tensor) -> OnGpu:
-        """A tensor in a storage of its own, at the same address for the same rows."""
-        memory = tensor_at(rows.data_ptr(), NBYTES, block.device)
-        return memory.view(torch.float32).view(WIDTH, WIDTH).as_subclass(OnGpu)
-
-    first = at(block)
-    for _ in range(3):
-        assert graphed.kinds([first, w], [y]) == PLAIN
-        assert graphed.kinds([first, at(w)], [y]) == PLAIN  # no such op uses it
-    assert graphed.captures == 2
-    del first
-    again = at(block)
-    assert graphed.kinds([again, w], [y]) == ["reset", "reset", "copy", *PLAIN]
-    for _ in range(3):
-        assert graphed.kinds([at(block[WIDTH:]), w], [y]) == ["copy", *PLAIN]
-    assert graphed.captures == 4
-
-
-def test_memory_that_is_another_allocation_counts_as_moved(graphed: Graphed) -> None:
+def test_memory_that_is_another_allocation_is_captured_anew(graphed: Graphed) -> None:
     """A copy to a peer would read at address 0: captured.py, Note [Copies and allocations]."""
     crossing(graphed)
-    memory = [torch.zeros(WIDTH, WIDTH) for _ in range(3)]
-
-    def fresh() -> list[OnGpu]:
-        """Tensors of other storages at the same addresses."""
-        return [
-            tensor_at(m.data_ptr(), NBYTES, m.device)
-            .view(torch.float32)
-            .view(WIDTH, WIDTH)
-            .as_subclass(OnGpu)
-            for m in memory
-        ]
-
-    graphed.held = None
-    x, w, y = fresh()
+    x, w, y = tensor(), tensor(), tensor()
     for _ in range(2):
         assert graphed.kinds([x, w], [y]) == PLAIN
     another(graphed, w)  # which is copied to nobody
     assert graphed.kinds([x, w], [y]) == PLAIN
-    another(graphed, x)
-    x, _, _ = fresh()
-    for resets in (["reset", "reset"], [], []):
-        assert graphed.kinds([x, w], [y]) == [*resets, "copy", *PLAIN]
-        another(graphed, x)
-    another(graphed, y)
-    _, _, y = fresh()
-    assert graphed.kinds([x, w], [y]) == ["reset", "reset", "copy", "replay", "copy_", "record"]
+    for moved in (x, y):
+        another(graphed, moved)
+        for resets in (["reset", "reset"], [], []):
+            assert graphed.kinds([x, w], [y]) == [*resets, *PLAIN]
     assert graphed.captures == 6
 
 
-def test_a_tensor_of_the_cpu_is_refused_also_in_later_runs(
-    graphed: Graphed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(graphs_file, "FEW", 1)
+def test_a_tensor_of_the_cpu_is_refused_also_in_later_runs(graphed: Graphed) -> None:
+    graphed.graphs.moved = {0}
     w, y, xs = tensor(), tensor(), [tensor() for _ in range(3)]
     for x in xs:
         graphed.run([x, w], [y])
@@ -360,7 +326,7 @@ def test_graphs_that_go_are_reset_and_their_memory_too(graphed: Graphed) -> None
     for _ in range(3):
         graphed.run([tensor(), w], None)
     log.clear()
-    held = len(graphed.graphs.pairs)
+    held = len(graphed.pairs)
     graphed.graphs.drop()
     assert [kind for kind, _ in log] == ["reset"] * 2 * held
     assert not graphed.graphs.pairs
@@ -410,7 +376,7 @@ def step(tp: Team[2], x: f32[{WIDTH}], w: f32[{WIDTH}], y: out[f32[{2 * WIDTH}]]
         object.__setattr__(fake.engine.context.plan, "program", of)
         object.__setattr__(fake.engine.context.plan, "turns", {1: QueuePlace("tp", "nccl", 0)})
         made = graphs_file.Graphs(fake.engine)
-        assert made.bound == {"x", "y"}
+        assert made.crossing == ({"x", "y"} if wish else set())
         assert made.changed == {"y"}
         assert os.environ["NCCL_GRAPH_REGISTER"] == (wish or "0")
 
@@ -682,7 +648,7 @@ def test_a_launch_that_fails_ends_its_run(graphed: Graphed, known: bool) -> None
     """Where a peer's failure is known, that is what it failed for."""
     inputs, out = [tensor(), tensor()], [tensor()]
     graphed.run(inputs, out)
-    (pair,) = graphed.graphs.pairs
+    (pair,) = graphed.pairs
     if known:
         failure = PeerError("a peer stopped")
         watched = graphed.fake.engine.watched

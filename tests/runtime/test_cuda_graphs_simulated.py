@@ -75,7 +75,7 @@ class Replays:
             log.clear()
             given = {b.name: zeros(b) for b in context.plan.program.params}
             given |= {name: tensors[context.plan.rank] for name, tensors in self.held.items()}
-            graphs.issue(number & 1, given)
+            graphs.issue(number & 1, given, {})
             runs.append([*before, *log, ("record", MAIN, -1 - number, "over")])
             before = []
         return runs

@@ -7,130 +7,139 @@ from typing import Any
 from unittest.mock import Mock
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from interlace.runtime.cuda.graphs.captured import GraphPair, Touched, layouts_of
+from interlace.ir import parse
+from interlace.runtime.cuda.graphs.captured import GraphPair
+from interlace.runtime.prepare.plan import Plan
+from interlace.runtime.run_sizes import RunSizes
+from interlace.runtime.values import ValueTable, arena_for
 
-
-def five() -> list[torch.Tensor]:
-    return [torch.randn(2, 3) for _ in range(5)]
+RETURNED = """
+def f(x: f32[2, 3], w: f32[2, 3], o: out[f32[2, 3]]):
+    y = empty(f32[4, 6])
+    z = empty(f32[3])
+    main: call("aten.neg.out", x, out=o)
+    main: call("aten.zero_.default", y)
+    main: call("aten.zero_.default", z)
+    return {}
+"""
+CPU = torch.device("cpu")
 
 
 def replayed(
-    results: tuple[Any, ...],
-    tensors: Sequence[torch.Tensor],
-    kept: Sequence[torch.Tensor] = (),
-    lasting: Sequence[torch.Tensor] = (),
-    copied: Collection[int] = (),
-    moved: frozenset[int] = frozenset(),
+    returned: str,
+    results: Callable[[dict[str, torch.Tensor]], tuple[Any, ...]],
+    given: Sequence[torch.Tensor],
+    moved: Collection[int] = (),
+    lent: Collection[int] = range(9),
+    registered: Any = None,
 ) -> tuple[GraphPair, Callable[[Sequence[torch.Tensor]], Any]]:
-    """A pair that was captured with these tensors and had these results, and its replays."""
-    pair = GraphPair(tensors, len(tensors), Mock(), Touched(), moved, copied)
-    pair.make(layouts_of(results, tensors, kept, lasting))
-    pair.bring(results)
-    pair.take_results(results, tensors, kept, lasting)
+    """A pair of a Program that returns this, and its replays; `results` makes what was captured, of
+    the tensors that the graphs have."""
+    program = parse(RETURNED.format(returned))
+    plan = Plan(program, program.instantiate(0), lambda team, asked: asked or "nccl")
+    values = ValueTable(
+        *(program, plan.box, {}, arena_for(program, CPU), RunSizes({})), registered=registered
+    )
+    context: Any = Mock(plan=plan, values=values, device=CPU)
+    context.inputs.names, context.outputs.names = ("x", "w"), ("o",)
+    pair = GraphPair(context, Mock(), given, moved, (), lent)
+    named = dict(zip(("x", "w", "o"), given, strict=False)) | pair.homes | pair.make_places(given)
+    kept.append(named)  # as a pool keeps its memory
+    pair.take_results(results(named), {"o"})
     pair.launch.append(Mock())
-    return pair, lambda given: pair.run(0, 1, given)
+    return pair, lambda tensors: pair.run(0, 1, tensors)
 
 
-def test_results_in_the_callers_tensors_are_those_of_each_run() -> None:
-    x, y, z, *_ = five()
-    for results, numbers in (((z, y), (2, 1)), ((z,), (2,)), ((y, x), (1, 0))):
-        _, run = replayed(results, [x, y, z])
-        given = [x.clone(), y.clone(), z.clone()]
-        for found, number in zip(run(given), numbers, strict=True):
-            assert found is given[number]
+kept: list[Any] = []
 
 
-def test_parts_of_the_callers_tensors_are_copies(seed: int) -> None:
+def three() -> list[torch.Tensor]:
+    return [torch.randn(2, 3) for _ in range(3)]
+
+
+def test_results_in_the_callers_tensors_are_those_of_each_run(seed: int) -> None:
+    """Also where these are copied, and views of them, as backward saves both."""
     torch.manual_seed(seed)
-    x, y, _, _, held = five()
-    _, run = replayed((y.view(6), (x[:1], 3), None, held, y.view(torch.int32)), [x, y], [held])
-    view, (part, number), none, same, bits = run([x, y])
-    assert (number, none) == (3, None)
-    assert same is held  # registered: no other replay writes it but where the caller wants it
-    for mine, other in ((view, y.view(6)), (part, x[:1]), (bits, y.view(torch.int32))):
-        assert torch.equal(mine, other)
-        assert mine.data_ptr() != other.data_ptr()
+    for moved in ((), {1, 2}):
+        text = "o, w, (x[0:1], 3), w.permute(1, 0)"
+        _, run = replayed(
+            text, lambda of: (of["o"], of["w"], (of["x"][:1], 3), of["w"].t()), three(), moved
+        )
+        for given in (three(), three()):
+            found, w, (part, number), turned = run(given)
+            assert found is given[2]
+            assert w is given[1]
+            assert number == 3
+            assert torch.equal(part, given[0][:1])
+            assert torch.equal(turned, given[1].t())
+            assert part.data_ptr() == given[0].data_ptr()
+            assert turned.data_ptr() == given[1].data_ptr()
 
 
-def test_an_input_that_is_a_result_is_the_callers_also_where_it_moves() -> None:
-    """As backward saves them; a view of one is copied."""
-    x, y, *_ = five()
-    pair = GraphPair([x, y], 2, Mock(), Touched(), frozenset({1}), ())
-    tensors = pair.tensors([x, y])
-    pair.take_results((*tensors, tensors[0][:1]), tensors, [], [])
-    pair.launch.append(Mock())
-    given = [x, torch.randn(2, 3)]
-    first, second, part = pair.run(0, 1, given)
-    assert first is x
-    assert second is given[1]
-    assert torch.equal(part, x[:1])
-    assert part.data_ptr() != x.data_ptr()
-
-
-def test_what_operators_made_lies_in_memory_of_the_pair(seed: int) -> None:
-    """Each storage of it once, with all views of it; the graph's own memory is let go of."""
+def test_lent_results_lie_in_memory_of_the_pair(seed: int) -> None:
+    """Each buffer of them once, with all views of it."""
     torch.manual_seed(seed)
-    x, lasting, *_ = five()
-    block, alone = torch.randn(4, 6), torch.randn(3)
-    results = (block[:, 1:3], (alone, block.t()), lasting)
-    wanted = [block[:, 1:3].clone(), alone.clone(), block.t().clone(), lasting.clone()]
-    where, ref = lasting.data_ptr(), StorageWeakRef(block.untyped_storage())
-    pair, run = replayed(results, [x], lasting=[lasting])
-    del block, alone, results, lasting
-    assert ref.expired()
-    first, (second, third), fourth = run([x])
-    for found, right in zip((first, second, third, fourth), wanted, strict=True):
-        assert torch.equal(found, right)
+    text = "y[:, 1:3], (z, y.permute(1, 0)), o"
+
+    def results(of: dict[str, torch.Tensor]) -> tuple[Any, ...]:
+        for name in "yzo":
+            of[name].copy_(torch.randn(of[name].shape))
+        return of["y"][:, 1:3], (of["z"], of["y"].t()), of["o"]
+
+    pair, run = replayed(text, results, three()[:2])
+    first, (second, third), fourth = run(three()[:2])
+    assert torch.equal(first, pair.homes["y"][:, 1:3])
+    assert torch.equal(second, pair.homes["z"])
+    assert torch.equal(third, pair.homes["y"].t())
+    assert torch.equal(fourth, pair.homes["o"])
     assert first.untyped_storage().data_ptr() == third.untyped_storage().data_ptr()
-    assert first.stride() == (6, 1)
-    assert third.stride() == (1, 6)
-    assert fourth.data_ptr() == where
-    assert pair.held(1) == {0, 1, 2, 3}
-    del found, third
-    assert pair.held(1) == {0, 1, 2, 3}
+    assert (first.stride(), third.stride()) == ((6, 1), (1, 6))
+    assert pair.held(1) == {0, 1, 2}
+    assert pair.held(2) == {*range(9)}, "reads on the first stream may be under way"
+    del second, third
+    assert pair.held(1) == {0, 1, 2}, "y is that of both"
     del first
-    assert pair.held(1) == {1, 3}
-    del second
+    assert pair.held(1) == {2}
     part = fourth[1:]
     del fourth
-    assert pair.held(1) == {3}
-    assert not pair.much(pair.held(1))
+    assert pair.held(1) == {2}
     del part
     assert not pair.held(1)
-    assert pair.held(2) == {0, 1, 2, 3}, "reads on the first stream may be under way"
 
 
 def test_copied_results_are_of_each_run_and_have_their_strides() -> None:
     """A backward is made for those of what its forward saves, such as a part of a split product."""
-    whole, flat = torch.randn(4, 24), torch.randn(8)
+    y = torch.randn(4, 6)
     items = (
-        whole.split(8, -1)[1],
-        whole.t(),
-        whole[:, :8].t(),
-        flat.expand(4, 8),
-        whole[:, :1].expand(4, 8),
-        flat.unfold(0, 3, 1),
-        flat[:1].expand(4),
-        whole[:0].expand(0, 24),
+        y[:, 2:4],
+        y.t(),
+        y[:, :3].t(),
+        y[0].expand(4, 6),
+        y[:, :1].expand(4, 6),
+        y[0].unfold(0, 3, 1),
+        y[:0],
     )
-    for copied in ((), range(len(items))):
-        pair, run = replayed(items, [], copied=copied)
-        for found, item in zip(run([]), items, strict=True):
-            assert torch.equal(found, item)
-            assert (found.stride(), found.is_contiguous()) == (item.stride(), item.is_contiguous())
-            assert found.data_ptr() != item.data_ptr() or not item.numel()
-        del found
-        assert bool(pair.own) == (not copied)
-        assert not pair.held(1)
+    pair, run = replayed(", ".join(["y"] * len(items)), lambda of: items, three(), lent=())
+    for found, item in zip(run(three()), items, strict=True):
+        assert torch.equal(found, item)
+        assert (found.stride(), found.is_contiguous()) == (item.stride(), item.is_contiguous())
+        assert found.data_ptr() != item.data_ptr() or not item.numel()
+    assert not pair.homes
+    assert not pair.held(1)
+    assert not pair.held(2)
+
+
+def test_registered_memory_is_handed_out_as_it_is() -> None:
+    held, y = torch.randn(2, 3), torch.randn(4, 6)
+    _, run = replayed("o, y", lambda of: (held, y), three()[:2], registered={"o": Mock()})
+    assert run(three()[:2])[0] is held
 
 
 def test_each_run_hands_out_other_tensors_with_versions_of_their_own() -> None:
     """As autograd sees it: what a backward saved stays as it is."""
-    x, y, *_ = five()
-    _, run = replayed((y,), [x])
-    (first,), (second,) = run([x]), run([x])
+    _, run = replayed("z, z[0:2]", lambda of: (of["z"], of["z"][:2]), three())
+    (first, part), (second, _) = run(three()), run(three())
     assert first is not second
     first.add_(1)
-    assert (first._version, second._version) == (1, 0)
+    assert (first._version, part._version, second._version) == (1, 0, 0)

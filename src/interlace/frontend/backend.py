@@ -37,7 +37,7 @@ from interlace.frontend.dynamo import (
 )
 from interlace.frontend.importing.exchanges import KnownPlaces
 from interlace.frontend.importing.grouped import equal_groups
-from interlace.frontend.importing.nodes import label
+from interlace.frontend.importing.nodes import is_state, label
 from interlace.frontend.importing.types import device_of
 from interlace.frontend.partition import Partition
 from interlace.ir import Program
@@ -255,6 +255,7 @@ class Backend:
             options,
             meshes_in(example_inputs),
             tuple(label(source) if source else "" for source in sources),
+            frozenset(i for i, source in enumerate(sources) if source and is_state(source)),
             device_of(example_inputs),
             origin=origin,
             places=self._places,

@@ -241,8 +241,8 @@ class Compiled(AsModule):
         count = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
         arguments = [f"arg{i}" for i in range(count)] if count > 1 else ["x"] * count
         labels = (*(unwrapped(name).replace(".", "_") for name in call.names), *arguments)
-        device = device_of(call.tensors)
-        compilation = Compilation(Setting(self.options, meshes, labels, device))
+        state, device = frozenset(range(len(call.names))), device_of(call.tensors)
+        compilation = Compilation(Setting(self.options, meshes, labels, state, device))
         objects = {f"argument {i}": x for i, x in enumerate(args)} | kwargs
         name = name_of(self.fn)
 

@@ -32,6 +32,7 @@ from interlace.frontend.dynamo import GraphOrigin
 from interlace.frontend.importing.exchanges import GraphPlaces, KnownPlaces, communications
 from interlace.frontend.importing.importer import import_graph
 from interlace.frontend.importing.nodes import (
+    comes_anywhere,
     complete,
     draws_random_numbers,
     location,
@@ -41,6 +42,7 @@ from interlace.frontend.importing.symbols import Symbols, pin
 from interlace.frontend.teams import Teams
 from interlace.options import Options
 from interlace.runtime.calling.regions import compile_symbolic
+from interlace.runtime.engine import GraphUse
 from interlace.torch_private import DisableAutocast, is_any_autocast_enabled
 from interlace.torch_private.dynamo import boxed_nop
 
@@ -65,6 +67,8 @@ class Setting:
     meshes: tuple[DeviceMesh, ...] = ()
     labels: tuple[str, ...] = ()
     """The user's names of the arguments."""
+    state: frozenset[int] = frozenset()
+    """Positions of the arguments that are parameters and buffers."""
     device: str = "cpu"
     origin: GraphOrigin | None = None
     """Where TorchDynamo met it, if that traced it."""
@@ -96,9 +100,10 @@ class CompiledGraph:
         self.graph = gm.graph
         self._gm = gm
         self._places = GraphPlaces(gm.graph, setting.places, kind)
-        if kind == "backward" and any(communications(gm.graph)):
+        if kind == "backward":
             places = gm.graph.find_nodes(op="placeholder")
             setting.forwards.num_saved = sum("tangents" not in str(n.target) for n in places)
+            setting.forwards.are_counted = any(communications(gm.graph))
         self._unscheduled, self._captured = "", 0
         self._single = ""
         """Why each Program of a graph with symbols is for one size alone; empty: for classes."""
@@ -269,4 +274,15 @@ class CompiledGraph:
             sizes=symbols,
             boxed=self.kind == "backward" and not self.setting.options.graph,
         )
-        return found, teams
+        return replace(found, graph_use=self._graph_use(found)), teams
+
+    def _graph_use(self, imported: Imported) -> GraphUse:
+        places, params = self.graph.find_nodes(op="placeholder"), imported.program.params
+        moving = [
+            buffer.name
+            for buffer, position in zip(params, imported.inputs, strict=False)
+            if comes_anywhere(places[position], self.setting.state)
+        ]
+        num_saved = self.setting.forwards.num_saved if self.kind == "forward" else 0
+        saved = imported.outputs[len(imported.outputs) - num_saved :]
+        return GraphUse(frozenset(moving), frozenset(n for n in saved if isinstance(n, int)))

@@ -88,6 +88,16 @@ class ShareRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphUse:
+    """Facts about a Program's caller that CUDA graphs go by."""
+
+    moving: frozenset[str] = frozenset()
+    """Inputs that come at any address. The others, as Parameters do, stay where they are."""
+    saved: frozenset[int] = frozenset()
+    """Results, by number, that the caller keeps beyond the next runs, as for a backward."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineContext:
     plan: Plan
     values: ValueTable
@@ -101,6 +111,7 @@ class EngineContext:
     outputs: Parameters
     results: Results
     label: RunLabel
+    graph_use: GraphUse = field(default_factory=GraphUse)
 
     def check(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None) -> None:
         """Raises for tensors that are not what a run takes."""

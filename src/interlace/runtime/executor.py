@@ -42,6 +42,7 @@ from interlace.runtime.engine import (
     BeforeOp,
     Engine,
     EngineContext,
+    GraphUse,
     ShareRequest,
     TeamResources,
     engine_for,
@@ -165,6 +166,7 @@ class Executor:
         host: Collection[str] = (),
         registered: Mapping[str, torch.Tensor] | None = None,
         operators: Collection[str] = (),
+        graph_use: GraphUse | None = None,
     ) -> None:
         """`groups` has a process group for each team of the Program that this rank is in.
 
@@ -173,6 +175,7 @@ class Executor:
         the Executor keeps alive; every run is given that tensor, at that address.
         `operators` names operators, or namespaces of them, that the Program may call although they
         are not torch's own; a schedule from a file is a stranger's.
+        `graph_use` says what CUDA graphs, with the option `graph`, may rely on.
         `before_op(rank, index, op)` is called before each op, on the op's stream, for tests.
         """
         self.program = program
@@ -186,6 +189,7 @@ class Executor:
         self.host = frozenset(host)
         self._given = dict(registered or {})
         self._operators = frozenset(operators)
+        self._graph_use = graph_use or GraphUse()
         self.limit_s = limit_s(self.options.timeout_s, self._groups.values())
         self._teams: dict[str, TeamComm] = {}
         self._lock: Any = threading.RLock()
@@ -364,6 +368,7 @@ class Executor:
             outputs=Parameters(program.name, "output", params[1], *facts),
             results=reader_of(program.returned(), plan, values),
             label=label,
+            graph_use=self._graph_use,
         )
 
     def run(

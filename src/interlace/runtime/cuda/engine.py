@@ -212,7 +212,7 @@ class CudaEngine(Engine):
         """Replays a graph. `at` are the addresses of the tensors, where `admit` looked at them."""
         given = inputs if out is None else (*inputs, *out)
         at = at or tuple([tensor.data_ptr() for tensor in given])
-        pair = graphs.find(given, len(inputs), at, self._raw_stream(self._index))
+        pair = graphs.find(given, at, self._raw_stream(self._index))
         turn = graphs.turn()
         stream, begin, over = self._begin()
         try:

@@ -14,29 +14,28 @@ Note [Words in graphs]
     for what the run after next awaits.
 
 Note [Addresses in graphs]
-    One pair of graphs serves a set of Parameters: the tensors lie where it was captured with them,
-    or (`moved`) are copied to a place of the pair's. Which of them move is seen when others come.
-    Where the memory that all of these had is nobody's any more, or they have a quarter of the bytes
-    at most, the pair is captured anew, and they are copied from then on. Otherwise it is another
-    set of Parameters (blocks share the code, say), or of saved tensors: a further pair.
+    A pair of graphs serves a set of Parameters (and of what forward saved), which it reads where
+    they lie: their addresses are the key. All other tensors (`moved`) are copied to a place of the
+    pair's. The frontend says which these are (`GraphUse`); what loses its memory again and again
+    is one of them from then on.
 
-    A pair whose results are still referenced is not replayed: captured.py, Note [Where results
-    lie]. Where these are the smaller part, such as an output that a caller keeps until it has the
-    next one, the pair is captured anew and copies them from then on. Else a further pair is
-    captured, as for a forward that comes before the backward of the last one. Beyond `MOST` pairs
-    there is one that copies all that lies elsewhere than others have it, and all results.
+    A pair whose lent results are still referenced is not replayed: captured.py, Note [Where results
+    lie]. What forward saves for backward is as a rule referenced because the backward is still to
+    come (micro-batches, blocks that share code): a further pair is captured. Other results, such as
+    an output that a caller keeps until it has the next one, are copied from then on.
 
     The graphs of a team share one pool, whichever Executors they are of: it has temporaries alone,
     and the runs of a team have an order on the host and on the device. Runs of different teams have
     none, and ranks that gave them one would wait for each other; an Executor without teams has a
-    pool of its own. Capturing runs nothing, so no peer need do the same at that time.
+    pool of its own. Capturing runs nothing, so no peer need do the same at that time. A pair that
+    goes is reset once others have been captured, so that the pool stays.
 
 Note [NCCL and addresses]
     With NCCL_GRAPH_REGISTER, its default, NCCL maps what a captured collective reads into the
     peers, and goes on reading it when the address has become another allocation's
     (github.com/fzyzcjy/torch_memory_saver/issues/88); with multicast all ranks must do it together.
-    So it is turned off, unless the user set it, and a tensor that an op of a backend uses counts
-    as moved also when its storage is gone.
+    So it is turned off. Where the user set it, what an op of a backend uses is bound to its
+    allocation, as what Put and Get use.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -55,15 +54,15 @@ from interlace.comm.cuda.driver import uncollected
 from interlace.comm.cuda.nccl import leave_unregistered
 from interlace.comm.cuda.words import CudaSpace
 from interlace.errors import ExecutorError
-from interlace.ir import views_in
 from interlace.runtime.calling.calls import Outputs, Thunk
 from interlace.runtime.cuda.binder import Binding
-from interlace.runtime.cuda.graphs.captured import GraphPair, Layout, Touched, launcher, layouts_of
+from interlace.runtime.cuda.graphs.captured import GraphPair, launcher
 from interlace.runtime.cuda.graphs.warm_up import capture_thread
 from interlace.runtime.cuda.lanes import Lane, Words
 from interlace.runtime.cuda.sharing import reaches
 from interlace.runtime.engine import EngineContext
 from interlace.runtime.prepare.plan import own_backends
+from interlace.runtime.values import once
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine
@@ -157,11 +156,13 @@ class GraphBinding(Binding):
 
 MANY = 16
 """Words that take longer to write than one more node of a graph."""
-MOST, FEW = 64, 4
-"""Pairs of an Executor that copy no results, at most; the part of a run's bytes that is copied
-rather than that there is a further pair."""
-EVERY = range(1 << 30)
-"""Numbers of all results."""
+MOST = 256
+"""Sets of addresses that have pairs at a time."""
+FEW, RECENT = 3, 100
+"""Times, in so many runs, that pairs are captured anew as memory that they read has gone, before
+the tensors that lose theirs are copied."""
+Key = tuple[int, ...]
+"""The addresses of the tensors that a pair reads where they lie."""
 
 
 class GraphMemory:
@@ -198,43 +199,38 @@ def graph_memory(context: EngineContext) -> GraphMemory:
     return _memory_of(context.device, min(teams)) if teams else GraphMemory(context.device)
 
 
-Key = tuple[int, ...]
-
-
 class Graphs:
     def __init__(self, engine: CudaEngine) -> None:
         self._engine, self._context = engine, engine.context
-        demands = self._context.plan.demands
-        self.memory = memory = graph_memory(self._context)
+        context, plan = engine.context, engine.context.plan
+        self.memory = memory = graph_memory(context)
         self.bindings: list[GraphBinding] = []
-        for number, spaces in enumerate(self._context.resources.graph_spaces):
+        for number, spaces in enumerate(context.resources.graph_spaces):
             words = {
-                team: GraphWords(space, demands[team].signals, first=number == 0)
+                team: GraphWords(space, plan.demands[team].signals, first=number == 0)
                 for team, space in spaces.items()
             }
             self.bindings.append(GraphBinding(engine, words, memory.lanes))
         for binding, other in zip(self.bindings, reversed(self.bindings), strict=True):
             binding.other = other.spaces
         self._entry = engine.driver.event()
-        self._launcher = launcher(self._context.plan.program, engine.driver)
-        self.pairs: list[GraphPair] = []
-        self._layouts: list[Layout] | None = None
-        """Results that operators make, once a graph was captured."""
-        if own_backends(self._context.plan):
-            leave_unregistered()
-        ops = self._context.plan.program.ops
-        between = [op for op in ops if (by := op.ordering()).meets is not None or by.messages]
-        copies = [op for op in ops if op.one_sided]
-        self.bound, self.crossing = (
-            {access.view.buffer for op in some for access in (*op.reads(), *op.writes())}
-            for some in (between, copies)
-        )
+        self._launcher = launcher(plan.program, engine.driver)
+        ops = plan.program.ops
+        bound = [op for op in ops if op.one_sided]
+        if own_backends(plan) and not leave_unregistered():
+            bound += [op for op in ops if (by := op.ordering()).meets is not None or by.messages]
+        accesses = [access for op in bound for access in (*op.reads(), *op.writes())]
+        self.crossing = {access.view.buffer for access in accesses} - {*context.values.registered}
         self.changed = {access.view.buffer for op in ops for access in op.writes()}
-        self.crossing -= {*self._context.values.registered}  # which are kept
-        returned = self._context.plan.program.returned()
-        made = {view.buffer for arg in returned for view in views_in(arg)}
-        self._made = made & self._context.values.allocated.keys()
-        """Buffers of results that the Program allocates."""
+        moving = context.graph_use.moving
+        self.moved = {i for i, name in enumerate(context.inputs.names) if name in moving}
+        """Numbers of the inputs, and given outputs behind them, that come at any address."""
+        every = frozenset(range(len(plan.program.returned())))
+        self._saved = every if context.options.static_outputs else context.graph_use.saved
+        self.lent = every
+        self.pairs: dict[Key, list[GraphPair]] = {}
+        self._gone: list[int] = []
+        """The recent runs at which memory that pairs read had gone."""
         self._runs = 0
 
     @property
@@ -246,127 +242,106 @@ class Graphs:
         self._runs += 1
         return self._runs - 1 & 1
 
-    def find(
-        self, given: Sequence[torch.Tensor], num_inputs: int, at: Key, stream: int
-    ) -> GraphPair:
+    def find(self, given: Sequence[torch.Tensor], at: Key, stream: int) -> GraphPair:
         """Graphs for these tensors, captured if need be: Note [Addresses in graphs]."""
-        busy: GraphPair | None = None
-        for pair in self.pairs:
-            if pair.fits(at, given):
-                if not (held := pair.held(stream)):
-                    return pair
-                busy = pair
-                if not pair.much(held):
-                    break
+        key = self._key(at)
+        for pair in self.pairs.get(key, ()):
+            if pair.fits(given) and not pair.held(stream):
+                return pair
         if not all(tensor.is_cuda for tensor in given):
             raise ExecutorError(
                 f"{self._context.plan.program.name}: a CUDA graph cannot read a tensor of the CPU: "
                 "give it on the GPU, or leave out graph=True"
             )
-        alike = [pair for pair in self.pairs if len(pair.addresses) == len(at)]
-        moved, replaced = frozenset[int](), None
-        copied: Collection[int] = frozenset()
-        if busy is not None:
-            moved, copied, held = busy.moved, busy.copied, busy.held(stream)
-            if not busy.much(held) and not self._context.options.static_outputs:
-                copied, replaced = frozenset((*copied, *held)), busy
-        elif alike:
-            near = min(alike, key=lambda pair: _nbytes(pair.off(at), given))
-            off, free = near.off(at), not near.held(stream)
-            few = free and FEW * _nbytes(off, given) <= _nbytes(range(len(given)), given)
-            if few or not any(map(near.lives, off)):
-                moved, copied, replaced = near.moved | off, near.copied, near if free else None
-        if replaced is None and len(self.pairs) >= MOST:
-            replaced = next((pair for pair in alike if pair.copied is EVERY), None)
-            others = [replaced] if replaced is not None else alike
-            moved = frozenset[int]().union(*(pair.moved | pair.off(at) for pair in others))
-            copied = EVERY
-        if replaced is not None:
-            self._engine.synchronize()
-            self.pairs.remove(replaced)
-            replaced.let_go()
+        self._engine.synchronize()  # bounded; the capture would wait, too
+        old = self._outdated(at, given, stream)
+        for pair in old:
+            pair.let_go()
         try:
-            self.pairs.append(self._capture(given, num_inputs, moved, copied))
+            pair = self._capture(given)
+            self.pairs.setdefault(self._key(at), []).append(pair)
         finally:
-            if replaced is not None:  # only now, so that the pool stays
-                self._reset(replaced)
-        return self.pairs[-1]
+            self._reset(old)
+        return pair
 
-    def _capture(
-        self,
-        given: Sequence[torch.Tensor],
-        num_inputs: int,
-        moved: frozenset[int],
-        copied: Collection[int],
-    ) -> GraphPair:
-        """Captures a pair of graphs, in which the `moved` tensors have places of their own."""
-        outputs = self._context.outputs.names
-        names = (*self._context.inputs.names, *outputs)[: len(given)]
-        touched = Touched(
-            *(
-                frozenset(i for i, name in enumerate(names) if name in buffers)
-                for buffers in (self.changed, self.bound, self.crossing)
-            )
-        )
-        self._engine.synchronize()
-        pair = GraphPair(given, num_inputs, self._engine.driver, touched, moved, copied)
-        lasting = self._lasting(() if len(given) > num_inputs else outputs)
-        named = lasting | dict(zip(names, pair.tensors(given), strict=True))
+    def _key(self, at: Key) -> Key:
+        if not self.moved:
+            return at
+        return tuple([address for i, address in enumerate(at) if i not in self.moved])
+
+    def _outdated(self, at: Key, given: Sequence[torch.Tensor], stream: int) -> list[GraphPair]:
+        """Takes out the pairs that are not used again, as they were captured or at all."""
+        key = self._key(at)
+        pairs = self.pairs.pop(key, [])
+        busy = frozenset[int]().union(*(pair.held(stream) for pair in pairs))
+        loose = busy - self._saved
+        self.lent -= loose
+        kept = [pair for pair in pairs if pair.fits(given) and not loose]
+        old = [pair for pair in pairs if pair not in kept]
+        if kept:
+            self.pairs[key] = kept
+            return old
+        gone = {each: set[int]().union(*(p.gone() for p in of)) for each, of in self.pairs.items()}
+        over = [each for each, numbers in gone.items() if numbers]
+        if over:
+            self._gone = [run for run in self._gone if run > self._runs - RECENT] + [self._runs]
+            if len(self._gone) > FEW:
+                self.moved |= set[int]().union(*gone.values())
+                self._gone.clear()
+        if len(self.pairs) >= MOST or self._key(at) != key:
+            over = [*self.pairs]
+        return old + [pair for each in over for pair in self.pairs.pop(each)]
+
+    def _capture(self, given: Sequence[torch.Tensor]) -> GraphPair:
+        """A pair of graphs that is captured with these tensors."""
+        driver = self._engine.driver
+        pair = GraphPair(self._context, driver, given, self.moved, self.crossing, self.lent)
         try:
-            record = functools.partial(self._record, pair, named, pair.tensors(given), lasting)
+            record = functools.partial(self._record, pair, given)
             capture_thread(self._context.device).run(record)
         except BaseException:
             with contextlib.suppress(Exception):
-                self._reset(pair)  # NCCL would wait for them for as long as the error is kept
+                self._reset([pair])  # NCCL would wait for it for as long as the error is kept
             raise
         return pair
 
-    def _record(
-        self,
-        pair: GraphPair,
-        named: Mapping[str, torch.Tensor],
-        tensors: Sequence[torch.Tensor],
-        lasting: Mapping[str, torch.Tensor],
-    ) -> None:
-        """Captures both graphs of a pair; the first graph of all twice, if it shows that operators
-        make results, which need memory outside of the pool."""
-        held = [held.tensor for held in self._context.values.registered.values()]
-        facts = tensors, held, [*lasting.values()]
-        if self._layouts is not None:
-            pair.make(self._layouts)
+    def _record(self, pair: GraphPair, given: Sequence[torch.Tensor]) -> None:
+        """Captures both graphs of a pair on the graphs' stream."""
+        names = (*self._context.inputs.names, *self._context.outputs.names)
+        named = dict(zip(names, given, strict=False))
         for turn in range(len(self.bindings)):
-            results = self._captured(pair, turn, named)
-            if self._layouts is None:
-                self._layouts = layouts_of(results, *facts)
-                pair.make(self._layouts)
-                if pair.own:
-                    del results
-                    results = self._captured(pair, turn, named)
-                    self.memory.reset(pair.graphs.pop(0))
-            pair.take_results(results, *facts)
-            pair.launch.append(self._launcher(pair.graphs[turn]))
+            self._engine.check()  # in a capture it would be told badly
+            graph = torch.cuda.CUDAGraph()
+            pair.graphs.append(graph)
+            with uncollected(), torch.no_grad(), torch.cuda.stream(self.memory.stream):
+                self.memory.begin(graph)
+                try:
+                    if not turn:
+                        named |= pair.make_places(given)
+                    results = self.issue(turn, named, pair.homes)
+                finally:
+                    graph.capture_end()
+            pair.take_results(results, self.changed)
+            del results  # so that its memory is the pool's again
+            pair.launch.append(self._launcher(graph))
 
-    def _captured(self, pair: GraphPair, turn: int, named: Mapping[str, torch.Tensor]) -> Outputs:
-        """The results of the ops, which are captured on the graphs' stream."""
-        self._engine.check()  # in a capture it would be told badly
-        graph = torch.cuda.CUDAGraph()
-        pair.graphs.append(graph)
-        with uncollected(), torch.no_grad(), torch.cuda.stream(self.memory.stream):
-            self.memory.begin(graph)
-            try:
-                results = self.issue(turn, named)
-                pair.bring(results)
-                return results
-            finally:
-                graph.capture_end()
-
-    def issue(self, turn: int, named: Mapping[str, torch.Tensor]) -> Outputs:
-        """Issues the ops into the capture; gives the results."""
-        values, binding = self._context.values, self.bindings[turn]
+    def issue(
+        self, turn: int, named: Mapping[str, torch.Tensor], homes: Mapping[str, torch.Tensor]
+    ) -> Outputs:
+        """Issues the ops into the capture; gives the results, which are brought to their homes."""
+        context, values, binding = self._context, self._context.values, self.bindings[turn]
+        names = [name for name in context.outputs.names if name not in named]
+        outputs = dict(zip(names, context.outputs.new() if names else (), strict=True))
+        first = {n: home for n, home in homes.items() if n in outputs or n in values.allocated}
+        made = {name: values.family(name)[0] for name in homes.keys() - first.keys()}
         try:
-            values.begin(named, dict.fromkeys(self._context.plan.takes, Use(turn, 0)))
+            given = outputs | first | dict(named)
+            values.begin(given, dict.fromkeys(context.plan.takes, Use(turn, 0)))
             binding.issue(int(self.memory.stream.cuda_stream), self._entry)
-            return self._context.results()
+            for name, place in made.items():
+                if (item := values.items[place]) is not None:  # else its Call left it out
+                    once(homes[name]).copy_(once(item))
+            return context.results()
         except BaseException:  # else the capture's end would hide it: streams not joined
             with contextlib.suppress(Exception):
                 binding.join()
@@ -374,30 +349,20 @@ class Graphs:
         finally:
             values.end()
 
-    def _lasting(self, outputs: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Memory of a pair for what the Program allocates for results, and for the `outputs`."""
-        with torch.inference_mode(False):
-            made = {name: self._context.values.allocated[name]() for name in self._made}
-            new = self._context.outputs.new() if outputs else ()
-            return made | dict(zip(outputs, new, strict=True))
-
-    def _reset(self, pair: GraphPair) -> None:
-        pair.let_go()
-        for graph in pair.graphs:
-            self.memory.reset(graph)
+    def _reset(self, pairs: Sequence[GraphPair]) -> None:
+        for pair in pairs:
+            pair.let_go()
+            for graph in pair.graphs:
+                self.memory.reset(graph)
 
     def drop(self) -> None:
         """Lets go of the graphs; the next run would capture them anew."""
-        dropped, self.pairs = self.pairs, []
-        for pair in dropped:
-            self._reset(pair)
+        dropped, self.pairs = self.pairs, {}
+        for pairs in dropped.values():
+            self._reset(pairs)
 
     def close(self) -> None:
         self.drop()
         self._engine.driver.destroy_event(self._entry)
         for binding in self.bindings:
             binding.close()
-
-
-def _nbytes(numbers: Collection[int], tensors: Sequence[torch.Tensor]) -> int:
-    return sum(tensors[i].nbytes for i in numbers)
