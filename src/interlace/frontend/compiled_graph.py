@@ -40,6 +40,7 @@ from interlace.frontend.importing.nodes import (
 )
 from interlace.frontend.importing.symbols import Symbols, pin
 from interlace.frontend.teams import Teams
+from interlace.ir import View
 from interlace.options import Options
 from interlace.runtime.calling.regions import compile_symbolic
 from interlace.runtime.engine import GraphUse
@@ -277,12 +278,18 @@ class CompiledGraph:
         return replace(found, graph_use=self._graph_use(found)), teams
 
     def _graph_use(self, imported: Imported) -> GraphUse:
-        places, params = self.graph.find_nodes(op="placeholder"), imported.program.params
-        moving = [
-            buffer.name
-            for buffer, position in zip(params, imported.inputs, strict=False)
-            if comes_anywhere(places[position], self.setting.state)
-        ]
-        num_saved = self.setting.forwards.num_saved if self.kind == "forward" else 0
-        saved = imported.outputs[len(imported.outputs) - num_saved :]
-        return GraphUse(frozenset(moving), frozenset(n for n in saved if isinstance(n, int)))
+        """What CUDA graphs may rely on: parameters stay, and what forward saves, but for inputs."""
+        forwards, state = self.setting.forwards, self.setting.state
+        places = self.graph.find_nodes(op="placeholder")
+        names = [buffer.name for buffer in imported.program.params]
+        pairs = zip(names, imported.inputs, strict=False)
+        moving = {name for name, position in pairs if comes_anywhere(places[position], state)}
+        if self.kind == "backward":
+            moving |= {name for name, moves in zip(names, forwards.saved_inputs) if moves}  # noqa: B905
+        if self.kind != "forward":
+            return GraphUse(frozenset(moving))
+        outputs = imported.outputs[len(imported.outputs) - forwards.num_saved :]
+        saved = [number for number in outputs if isinstance(number, int)]
+        args = [imported.program.returned()[number] for number in saved]
+        forwards.saved_inputs = [arg.buffer in moving for arg in args if isinstance(arg, View)]
+        return GraphUse(frozenset(moving), frozenset(saved))
