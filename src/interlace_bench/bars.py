@@ -213,7 +213,7 @@ LAYER_BARS = {"llama3-70b": (">= 1.12", "<= 1.05"), "llama3-8b": (">= 1.2", "<= 
 ideal; forward and backward of one layer in bf16, 8192 tokens over four ranks."""
 _layer = functools.partial(
     _columns, way="compile|compile-graph|layers", dtype="bf16", world="4", sequence="8192",
-    batch="1", layers="1",
+    batch="1", layers="1", form="whole",
 )  # fmt: skip
 
 
@@ -241,7 +241,7 @@ OVERLAP = _columns(way="overlap", device="cuda")
 CASES = {
     "overlap": ("strategy", "op", "m", "k", "n", "dtype", "mode"),
     "kernels": ("way", "op", "shape", "dtype", "does"),
-    "transformer": ("way", "model", "layers", "batch", "sequence", "dtype", "world", "how"),
+    "transformer": ("way", "model", "layers", "form", "batch", "sequence", "dtype", "world", "how"),
     "optimizer": ("way", "model", "dtype", "world"),
 }
 """The column that names a variant, and those that make a case, by benchmark."""

@@ -18,6 +18,7 @@ percentile.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import random
@@ -25,6 +26,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -488,18 +490,34 @@ def race_hosts(ranks: Ranks, racers: Sequence[Racer], seconds: float) -> None:
 
 
 def held(ranks: Ranks) -> float:
-    """Bytes of the GPU that are in use: by tensors, and by others than torch's allocator (memory of
-    peers, NCCL's buffers)."""
+    """Bytes in use at rest, on the GPU or (CPU) by this process."""
     free(ranks)
-    torch.cuda.synchronize()
-    unused, total = torch.cuda.mem_get_info()
-    return total - unused - torch.cuda.memory_reserved() + torch.cuda.memory_allocated()
+    return in_use(ranks)
 
 
 def peak(ranks: Ranks, launch: Callable[[], Any]) -> float:
-    """Most bytes of the GPU that are in use while something is launched."""
-    before, allocated = held(ranks), torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    """Most bytes that are in use while something is launched: what a user's device shows, with all
+    that stays reserved for graphs, slots, memory of peers and NCCL's buffers."""
+    free(ranks)
+    if ranks.cuda:
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     launch()
-    torch.cuda.synchronize()
-    return before + torch.cuda.max_memory_allocated() - allocated
+    return in_use(ranks, "VmHWM")
+
+
+def in_use(ranks: Ranks, line: str = "VmRSS") -> float:
+    """Bytes of the GPU that are in use, in equal parts where ranks share it; on a CPU those of this
+    process, by a line of its status; NaN where the system has none."""
+    if ranks.cuda:
+        torch.cuda.synchronize()
+        unused, total = torch.cuda.mem_get_info()
+        hosts = ranks.hosts if ranks.size > 1 else ()
+        local = next((len(host) for host in hosts if ranks.me in host), ranks.size)
+        return (total - unused) / -(-local // torch.cuda.device_count())
+    with contextlib.suppress(OSError):
+        known = dict(each.split(":") for each in Path("/proc/self/status").read_text().splitlines())
+        return 1024.0 * int(known[line].split()[0])
+    return math.nan

@@ -8,7 +8,7 @@ A field is an option: its type, its default and its help.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -43,6 +43,8 @@ TRANSFORMERS = (
     *("eager", "inductor", "inductor-graph", "async-tp"),
     *("compile", "layers", "compile-graph", *FLOAT8_LAYERS, "ideal"),
 )
+FORMS = ("whole", "blocks", "whole+checkpoint", "blocks+checkpoint")
+"""Layers compiled as one, or each by itself; with `+checkpoint` computed again in backward."""
 KERNELS = ("cross-entropy", "linear-cross-entropy", "adam", "muon", "grouped", "float8", "host")
 OPTIMIZERS = ("synchronous", "overlap", "overlap-nccl", "no-gather", "torch-ddp", "torchtitan")
 
@@ -155,7 +157,13 @@ class TransformerSettings(RaceSettings):
         Literal["llama3-8b", "llama3-70b", "tiny"],
         typer.Option(metavar="NAME", help="llama3-8b, llama3-70b or tiny."),
     ] = "llama3-8b"
-    layers: Annotated[int, typer.Option(help="Layers, one after another.")] = 1
+    layers: Annotated[
+        str, typer.Option(help="Layers, one after another; several numbers with commas.")
+    ] = "1"
+    forms: Annotated[
+        str,
+        typer.Option(help="How they are compiled, with commas: whole, blocks; with +checkpoint."),
+    ] = "whole"
     sequence: Annotated[int, typer.Option(help="Tokens of a sequence, over all ranks.")] = 8192
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1
     dtype: Annotated[Literal["bf16", "f32"], typer.Option(help="Element type.")] = "bf16"
@@ -166,8 +174,30 @@ class TransformerSettings(RaceSettings):
 
     def __post_init__(self) -> None:
         RaceSettings.__post_init__(self)
-        if min(self.layers, self.sequence, self.batch) < 1:
+        if min(*self.depths, self.sequence, self.batch) < 1:
             raise OptionError("--layers, --sequence and --batch must be >= 1")
+        for form in words(self.forms):
+            if form not in FORMS:
+                raise OptionError(f"--forms {form}: choose from {', '.join(FORMS)}")
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """The numbers of layers."""
+        try:
+            return tuple(int(word) for word in words(self.layers)) or (0,)
+        except ValueError:
+            raise OptionError(f"--layers {self.layers}: give numbers, with commas") from None
+
+    @property
+    def cases(self) -> list[TransformerSettings]:
+        """A case for each number of layers and each form."""
+        forms, depths = words(self.forms), self.depths
+        seconds = self.seconds / max(1, len(forms) * len(depths))
+        return [
+            replace(self, layers=str(depth), forms=form, seconds=seconds)
+            for form in forms
+            for depth in depths
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,6 +68,31 @@ def test_ways_train_alike_and_rows_tell_what_overlap_gains(
         assert math.isnan(row["speedup"]), "Inductor did not run"
         assert math.isnan(row["exposed_ms"]), "nor did the ideal"
         assert row["commit"]
+        assert math.isfinite(row["peak_bytes"] + row["rest_bytes"]), "of this process"
+
+
+def forms() -> list[dict[str, Any]]:
+    """The rows of one command for several depths and forms."""
+    given: Any = {
+        "model": "tiny",
+        "sequence": 32,
+        "dtype": "f32",
+        "seconds": 0.4,
+        "only": "compile",
+    }
+    settings = TransformerSettings(**given, layers="1,2", forms="blocks+checkpoint")
+    report = work(settings, here(CPU), lambda event: None)
+    return [] if report is None else report["rows"]
+
+
+@pytest.mark.slow
+def test_depths_and_forms_of_one_command(pool: Pool) -> None:
+    rows, none = pool(2).run(forms, replace=True, timeout_s=110)
+    assert none == []
+    assert [row["error"] for row in rows] == [""] * 2
+    told = [(row["form"], row["layers"]) for row in rows]
+    assert told == [("blocks+checkpoint", 1), ("blocks+checkpoint", 2)]
+    assert all(row["off"] <= LIMIT for row in rows)
 
 
 def checked() -> str | None:
@@ -89,7 +114,7 @@ def test_a_wrong_gradient_is_not_timed(pool: Pool) -> None:
 def float8_offs() -> tuple[float, float, float]:
     """How far off FP8 is where inputs are rounded otherwise, in what such a rounding moves and in
     roundings; and where a gradient is wrong by a quarter."""
-    settings = TransformerSettings(model="tiny", layers=3, sequence=64, dtype="bf16")
+    settings = TransformerSettings(model="tiny", layers="3", sequence=64, dtype="bf16")
     trained = LayerVariants(settings, here(CPU))
     known, units = trained._float8()
     serial, (x, target) = trained._layers({"strategy": "serial"}, Recipe()), trained.sets[0]
@@ -173,7 +198,7 @@ def test_bars() -> None:
     slow, large = judge("transformer", layer_rows(11.0, 100.0)), layer_rows(10.4, 101.0)
     assert [v.passed for v in slow] == [False, False, True]
     assert missed(judge("transformer", large)) == [
-        "llama3-70b 1 1 8192 bf16 4 measured compile: peak memory over compiled with NCCL"
+        "llama3-70b 1 whole 1 8192 bf16 4 measured compile: peak memory over compiled with NCCL"
     ]
     float8 = judge("transformer", layer_rows(10.4, 100.0, layers=10.2, **{"layers-fp8": 8.5}))
     assert (float8[-1].bar, round(float8[-1].figure, 3)) == ("FP8 over ours in bf16", 1.2)
@@ -198,6 +223,8 @@ def test_rates_follow_from_the_times() -> None:
         (("--only", "magic"), "--only magic: choose from eager"),
         (("--dtype", "f8"), "'f8' is not one of 'bf16', 'f32'"),
         (("--layers", "0"), "must be >= 1"),
+        (("--layers", "1,few"), "--layers 1,few: give numbers, with commas"),
+        (("--forms", "parts"), "--forms parts: choose from whole, blocks"),
     ],
 )
 def test_errors_say_what_to_mend(args: tuple[str, ...], told: str) -> None:

@@ -283,9 +283,9 @@ def poison(executor: Executor) -> None:
     assert executor.engine is not None
     context: Any = executor.engine.context
     whole: list[torch.Tensor] = []
-    arena = context.values.arena
-    if arena.nbytes():
-        whole.append(torch.empty(0, dtype=torch.uint8, device="cuda").set_(arena))
+    for arena in (context.values.arena, context.arena.storage):
+        if arena.nbytes():
+            whole.append(torch.empty(0, dtype=torch.uint8, device="cuda").set_(arena))
     for slot in context.resources.slots.values():
         whole += slot.copies[slot.me]
     spaces: Any = context.resources.spaces

@@ -201,7 +201,8 @@ def blocks_of(count: int, mesh: Any, seed: int) -> list[nn.Module]:
 def compiled_blocks(count: int, mesh: Any, seed: int, graph: bool, whole: bool) -> nn.Module:
     torch._dynamo.reset()
     model = nn.Sequential(*blocks_of(count, mesh, seed))
-    options = {"graph": graph, "timeout_s": 30.0, **transport()}
+    # `auto` chooses others where a graph issues the ops, and arithmetic differs with the strategy.
+    options = {"graph": graph, "strategy": "peer", "timeout_s": 30.0, **transport()}
     if whole:
         return torch.compile(model, backend=backend, options=options)  # pyright: ignore
     for block in model:

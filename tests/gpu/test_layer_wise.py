@@ -16,7 +16,7 @@ def test_overlapped_is_synchronous_bit_for_bit(
     gpus: Ranks, optimizer: str, transport: str, seed: int
 ) -> None:
     steps = 200 if optimizer == "ours" else 50
-    found = gpus.run(both_ways, seed, steps, optimizer, transport, "cuda")
+    found = gpus.run(both_ways, seed, steps, optimizer, transport, "cuda", timeout_s=150)
     assert not any(found)
 
 

@@ -11,6 +11,7 @@ from tests.gpu.cases import on_a_gpu
 from interlace.errors import ExecutorError
 from interlace.ir import parse
 from interlace.runtime import Executor
+from interlace.runtime.arena import Arena, arena_of
 
 pytestmark = on_a_gpu(120)
 SIZE = 512
@@ -47,6 +48,42 @@ def test_callers_on_changing_streams(text: str, seed: int) -> None:
             executor.synchronize()
             for y, want in zip(found, wanted, strict=True):
                 assert torch.equal(y, want)
+
+
+def test_executors_share_the_arena_on_changing_streams(seed: int) -> None:
+    """Programs of other sizes: the arena grows amid their runs, and shrinks when one goes."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    arena = arena_of(torch.device("cuda", torch.cuda.current_device()))
+    share_an_arena(draw, streams, arena)
+    before = torch.cuda.memory_allocated()  # with the workspaces that cuBLAS has for each stream
+    share_an_arena(draw, streams, arena)
+    assert torch.cuda.memory_allocated() <= before
+
+
+def share_an_arena(draw: random.Random, streams: list[torch.cuda.Stream], arena: Arena) -> None:
+    executors: list[tuple[Executor, int]] = []
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for size in (256, 128, 1024, SIZE):
+        text = ARENA.replace(str(SIZE), str(size))
+        executors.append((Executor(parse(text), device="cuda").prepare(), size))
+        for _ in range(24):
+            executor, width = draw.choice(executors)
+            x = torch.randn(width, width, device="cuda")
+            stream = draw.choice(streams)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                if draw.random() < 0.3:
+                    torch.cuda._sleep(draw.randrange(400_000))
+                found += [(x, y) for y in executor.run([x])]
+    torch.cuda.synchronize()
+    for x, y in found:
+        assert torch.equal(y, x @ x @ x)
+    assert arena.storage.nbytes() >= 1024 * 1024 * 4
+    for executor, _ in executors:
+        executor.close()
+    assert arena.storage.nbytes() == 0
 
 
 @pytest.mark.parametrize("text", [ARENA, PLAIN], ids=["arena", "plain"])

@@ -12,7 +12,7 @@ from interlace.ir import parse
 from interlace.runtime.cuda.graphs.captured import GraphPair
 from interlace.runtime.prepare.plan import Plan
 from interlace.runtime.run_sizes import RunSizes
-from interlace.runtime.values import ValueTable, arena_for
+from interlace.runtime.values import ValueTable
 
 RETURNED = """
 def f(x: f32[2, 3], w: f32[2, 3], o: out[f32[2, 3]]):
@@ -38,9 +38,7 @@ def replayed(
     the tensors that the graphs have."""
     program = parse(RETURNED.format(returned))
     plan = Plan(program, program.instantiate(0), lambda team, asked: asked or "nccl")
-    values = ValueTable(
-        *(program, plan.box, {}, arena_for(program, CPU), RunSizes({})), registered=registered
-    )
+    values = ValueTable(*(program, plan.box, {}, CPU, RunSizes({})), registered=registered)
     context: Any = Mock(plan=plan, values=values, device=CPU)
     context.inputs.names, context.outputs.names = ("x", "w"), ("o",)
     pair = GraphPair(context, Mock(), given, moved, (), lent)

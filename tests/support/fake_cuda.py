@@ -33,6 +33,7 @@ from interlace.ir import kernels as kernels_file
 from interlace.ir.sizes import number
 from interlace.kernels.gemm import support
 from interlace.options import Options
+from interlace.runtime.arena import Arena
 from interlace.runtime.calling.calls import Thunk
 from interlace.runtime.cuda import binder as binder_file
 from interlace.runtime.cuda import engine as engine_file
@@ -47,7 +48,7 @@ from interlace.runtime.inputs import Parameters
 from interlace.runtime.prepare.plan import Plan
 from interlace.runtime.prepare.registered import written
 from interlace.runtime.run_sizes import RunSizes
-from interlace.runtime.values import ValueTable, arena_for, nbytes
+from interlace.runtime.values import ValueTable, nbytes
 
 MAIN = 1
 """The handle of the caller's stream; the others count on from there."""
@@ -409,7 +410,7 @@ def fake_engine(
         plan.program,
         plan.box,
         resources.slots,
-        arena_for(plan.program, device),
+        device,
         RunSizes({}),
         registered=held,
     )
@@ -429,7 +430,9 @@ def fake_engine(
         *(plan, values, resources, options, device, flight, limit, None),
         *(inputs, outputs, tuple),
         RunLabel(program.name, lambda _: 7, values.sizes, flight.text),
+        Arena(device) if beside is None else beside.engine.context.arena,
     )
+    context.arena.hold(values.nbytes)
     engines: list[CudaEngine] = []
     matmuls = {
         f"{kind.title()}Matmul": lambda kind=kind, **facts: FakeKernel(kind, driver, facts)

@@ -278,7 +278,7 @@ class CompiledGraph:
         return replace(found, graph_use=self._graph_use(found)), teams
 
     def _graph_use(self, imported: Imported) -> GraphUse:
-        """Facts for CUDA graphs: parameters stay where they are, and what forward saves, but inputs."""
+        """Facts for CUDA graphs: parameters stay, and what forward saves, but for inputs."""
         forwards, state = self.setting.forwards, self.setting.state
         places = self.graph.find_nodes(op="placeholder")
         names = [buffer.name for buffer in imported.program.params]

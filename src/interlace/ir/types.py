@@ -289,7 +289,7 @@ class Buffer:
     """Named storage.
 
     `kind` says where the storage comes from: `input` and `output` from the caller (an input may be
-    written), `local` from the Executor's arena, `symmetric` from the pool of `team` (present on
+    written), `local` from the arena, `symmetric` from the pool of `team` (present on
     every rank and readable by its peers), `fresh` from torch, anew in every run.
 
     An input or output with a `team` is registered with it: one and the same tensor in every run,

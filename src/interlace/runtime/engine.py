@@ -27,6 +27,7 @@ from interlace.comm import (
 from interlace.errors import BackendError, ExecutorError, UnsupportedError
 from interlace.ir import Op, Program
 from interlace.options import Options
+from interlace.runtime.arena import Arena
 from interlace.runtime.calling.calls import Outputs, Results
 from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Parameters
@@ -111,6 +112,7 @@ class EngineContext:
     outputs: Parameters
     results: Results
     label: RunLabel
+    arena: Arena
     graph_use: GraphUse = field(default_factory=GraphUse)
 
     def check(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None) -> None:

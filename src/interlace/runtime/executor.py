@@ -37,6 +37,7 @@ from interlace.ir.sizes import FIXED, named, settled
 from interlace.ir.types import Member
 from interlace.ir.validate import refuse_others
 from interlace.options import BACKENDS, Options
+from interlace.runtime.arena import arena_for
 from interlace.runtime.calling.calls import Outputs, reader_of
 from interlace.runtime.engine import (
     BeforeOp,
@@ -53,7 +54,7 @@ from interlace.runtime.prepare.agreement import Agreement, agree_and_prove, prog
 from interlace.runtime.prepare.plan import Plan, backends_of, with_backends
 from interlace.runtime.prepare.registered import collect
 from interlace.runtime.run_sizes import RunSizes
-from interlace.runtime.values import ValueTable, arena_for, laid_out
+from interlace.runtime.values import ValueTable, laid_out
 
 MIXER, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 """Multiplier that spreads 32 bits over the 64 of a tag, and the mask of 64 bits."""
@@ -205,7 +206,6 @@ class Executor:
         """Once prepared: the sizes that it runs, where the Program has named ones."""
         self.single = ""
         """Once prepared: why it runs one size alone, if it does and the Program has named ones."""
-        self._arena = torch.UntypedStorage(0)
         self._measures: tuple[Measure | None, ...] = ()
         self._size_values: tuple[int, ...] = ()
         """The values of the named sizes that runs are of."""
@@ -261,7 +261,12 @@ class Executor:
                 request = ShareRequest(plan, self._teams, *facts, together, self._kept.shared)
                 with settled(self.sizes):
                     self._shared, self._backends = self._engine_class.share(request), pairs
-                    self._arena = arena_for(plan.program, self.device)
+                    _, nbytes = laid_out(plan.buffers)
+                keys = [team.key for team in teams]
+                arena = self._arena = arena_for(self.device, self.options.graph, keys)
+                if nbytes:
+                    arena.hold(nbytes)
+                    self._kept.shared.callback(arena.let_go, nbytes)
                 self._bind(self.sizes.values)
             except BaseException:
                 self._kept.close()
@@ -345,7 +350,7 @@ class Executor:
         }
         resources = dataclasses.replace(self._shared, backends=connected, uses={}, registered={})
         known = self.host, self._shared.registered
-        values = ValueTable(program, plan.box, resources.slots, self._arena, run_sizes, *known)
+        values = ValueTable(program, plan.box, resources.slots, self.device, run_sizes, *known)
         params = [[b for b in program.params if b.kind == k] for k in ("input", "output")]
         facts = self.device, *known, run_sizes
         # Sizes that no exchange depends on may be others on each rank.
@@ -368,6 +373,7 @@ class Executor:
             outputs=Parameters(program.name, "output", params[1], *facts),
             results=reader_of(program.returned(), plan, values),
             label=label,
+            arena=self._arena,
             graph_use=self._graph_use,
         )
 
@@ -541,8 +547,7 @@ class Executor:
         when nothing holds their backends."""
         self._closed = True
         self._finalizer()
-        self.engine, self._arena = None, torch.UntypedStorage(0)
-        self._teams = {}
+        self.engine, self._teams = None, {}
         self._shared, self._given = TeamResources({}, {}, {}), {}
 
     def __enter__(self) -> Executor:

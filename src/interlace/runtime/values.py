@@ -1,8 +1,8 @@
 """The per-run table: every tensor that the calls of a Program take, by place.
 
-Views of storage that stays (the arena) are made once, at bind time. Those of inputs, outputs and
-slots are filled in when a run starts, those of fresh buffers when the buffer is made. A call reads
-its arguments by place, so the hot path makes no view and looks up no name.
+Views of storage that stays are made once, those of the arena whenever it moves (arena.py). Those of
+inputs, outputs and slots are filled in when a run starts, those of fresh buffers when the buffer is
+made. A call reads its arguments by place, so the hot path makes no view and looks up no name.
 
     place = values.own(View("x").chunk(0, 2))
     values.begin({"x": x}, uses)
@@ -100,12 +100,6 @@ def maker(box: ir.Box, device: torch.device) -> Callable[[], torch.Tensor]:
     return lambda: quick(sizes, strides, dtype) if current() == index else slow()
 
 
-def arena_for(program: ir.Program, device: torch.device) -> torch.UntypedStorage:
-    """The memory of one rank's local buffers, for the largest sizes that its Program runs."""
-    _, total = laid_out(program.buffers())
-    return torch.empty(total, dtype=torch.uint8, device=device).untyped_storage()
-
-
 def laid_out(buffers: Mapping[str, ir.Buffer]) -> tuple[dict[str, int], int]:
     """Where the storage of every local buffer begins in one arena, and the bytes of the arena."""
     sizes: dict[tuple[bool, str], int] = {}
@@ -146,7 +140,7 @@ class ValueTable:
         program: ir.Program,
         box: Callable[[ir.View], ir.Box],
         slots: Mapping[str, Slot],
-        arena: torch.UntypedStorage,
+        device: torch.device,
         sizes: RunSizes,
         host: frozenset[str] = frozenset(),
         registered: Mapping[str, Registered] | None = None,
@@ -161,7 +155,7 @@ class ValueTable:
         """Values that calls read; places stay the same, contents of some change from run to run."""
         self._program = program
         self.box = box
-        self.device = arena.device
+        self.device = device
         self._buffers = program.buffers()
         returned = (view.buffer for arg in program.returned() for view in ir.views_in(arg))
         self.used = frozenset((*returned, *_touched(program)))
@@ -175,7 +169,13 @@ class ValueTable:
         self.copies: dict[str, int] = {}
         """Which copy of its slot each symmetric buffer has in this run."""
         self._template: list[Any] = []
-        self.arena, (self._starts, _) = arena, laid_out(self._buffers)
+        self._starts, self.nbytes = laid_out(self._buffers)
+        """Where local buffers begin in the arena, and the bytes of it that a run needs at most."""
+        self.arena = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        """The memory that places of local buffers have views of: none at first."""
+        self._base = 0
+        self._temporaries: dict[int, tuple[int, ir.Box]] = {}
+        """Where each place of a local buffer lies in the arena."""
         self.allocated: dict[str, Callable[[], torch.Tensor]] = {}
         """The buffers that a run allocates before its ops, and what makes each."""
         for op in program.ops:
@@ -220,12 +220,34 @@ class ValueTable:
         key = (name, member, box)
         if key not in self._places:
             memory = self._memory(name, member)
-            if not memory:
+            if name in self._starts:
+                place = self._temporary(self._starts[name] + self._buffers[name].offset, box)
+            elif not memory:
                 place = self._of_the_run(self._buffers[name], box)
             else:
                 place = self._lasting(name, memory, box)
             self._places[key] = place
         return self._places[key]
+
+    def _temporary(self, start: Int, box: ir.Box) -> int:
+        """The place of a box of the arena, from this byte on."""
+        place = self._add()
+
+        def tell(here: ir.Box, start: int) -> None:
+            self._temporaries[place] = start, here
+            if self.arena.nbytes() or not here.numel:  # else `move` makes the view
+                self._keep(place, at(self.arena, start, here))
+
+        self.sizes.follow_box(box, tell, start)
+        return place
+
+    def move(self, arena: torch.UntypedStorage) -> None:
+        """Has the temporaries of the next runs in this memory; in none, where it is empty."""
+        self.arena, empty = torch.UntypedStorage(0), not arena.nbytes()  # should an interrupt come
+        with torch.inference_mode(False), torch.no_grad():
+            for place, (start, box) in self._temporaries.items():
+                self._keep(place, None if empty and box.numel else at(arena, start, box))
+        self.arena, self._base = arena, arena.data_ptr()
 
     def _lasting(
         self, name: str, memory: Sequence[tuple[torch.UntypedStorage, Int]], box: ir.Box
@@ -257,8 +279,6 @@ class ValueTable:
         if held := self.registered.get(name):
             copy = held.copies[held.me if member is None else member]
             return [(copy.untyped_storage(), int(copy.storage_offset()))]
-        if buffer.kind == "local":
-            return [(self.arena, self._starts[name] + buffer.offset)]
         return []
 
     def _of_the_run(self, buffer: ir.Buffer, box: ir.Box) -> int:
@@ -279,6 +299,10 @@ class ValueTable:
         """Returns a function that gives the address of a view in each run, here or at a member."""
         box, items, copies, name = self.box(view), self.items, self.copies, view.buffer
         memory, skip = self._memory(name, member), box.offset * box.dtype.itemsize
+        if name in self._starts:
+            start = self._starts[name] + self._buffers[name].offset
+            inside = self.sizes.sized([start + skip], lambda numbers: numbers[0])
+            return lambda: self._base + inside.now
         first = [storage.data_ptr() + start + skip for storage, start in memory] or [skip]
         found = self.sizes.sized(first, lambda numbers: numbers)
         if not memory:
@@ -332,7 +356,7 @@ class ValueTable:
     def drop(self) -> None:
         """Lets go of all memory, for good: who holds this may be garbage of cycles for long."""
         self.registered, self._slots, self.arena = {}, {}, torch.UntypedStorage(0)
-        for held in (self.items, self._template, self._symmetric, self.sizes):
+        for held in (self.items, self._template, self._symmetric, self._temporaries, self.sizes):
             held.clear()
 
 

@@ -14,7 +14,8 @@ computes the same on one rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 from interlace.demo.model import Block, Plain, block_plan, rotary_table
 from interlace.errors import OptionError
@@ -189,6 +191,28 @@ class Layers(nn.Module):
         for layer in self.layers:
             x = layer(x, self.table)
         return x
+
+    def mapped(self, change: Callable[[Any], Any]) -> Layers:
+        """The same table, and what a function makes of each layer."""
+        made = copy.copy(self)
+        made._modules = {"layers": nn.ModuleList(map(change, self.layers))}
+        return made
+
+
+class Checkpointed(nn.Module):
+    """A layer that is computed again in backward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layer, *inputs, use_reentrant=False)
+
+
+def in_form(layers: Layers, form: str) -> Layers:
+    """The layers, with `+checkpoint` each computed again in backward."""
+    return layers.mapped(Checkpointed) if form.endswith("+checkpoint") else layers
 
 
 def parallelized(

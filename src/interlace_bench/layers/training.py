@@ -20,6 +20,7 @@ Note [What FP8 may be off]
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,6 +46,7 @@ from interlace_bench.layers.models import (
     NoCommunication,
     Overlapped,
     flops,
+    in_form,
     on_shards,
     parallelized,
     shards_of,
@@ -70,6 +72,7 @@ from interlace_bench.sites import DTYPES
 
 STAGES = ("forward", "backward", "step")
 NUM_INPUTS = 3
+MEMORY = ("peak_bytes", "torch_peak_bytes", "rest_bytes")
 LIMIT = 8.0
 """Largest deviation of a loss or gradient, by root mean square, in roundings (`finfo.eps`) of the
 dtype: each passes some ten roundings on its way through a layer, of which sums cancel most."""
@@ -101,9 +104,9 @@ class Stages:
 
 
 def rows_of(settings: TransformerSettings, world: int, times: Mapping[str, Stages]) -> list[Row]:
-    """The columns that follow from the times of the variants."""
+    """The columns that follow from the times of the variants of one case."""
     dims, none = MODELS[settings.model], Stages()
-    sizes = {"layers": settings.layers, "batch": settings.batch, "sequence": settings.sequence}
+    sizes = {"layers": settings.depths[0], "batch": settings.batch, "sequence": settings.sequence}
     tokens, work = settings.batch * settings.sequence / world, 3 * flops(dims, **sizes) / world
     ideals = {way: none if way in FLOAT8_LAYERS else times.get("ideal", none) for way in times}
     base = [time.both for way, time in times.items() if way.startswith("inductor")]
@@ -112,6 +115,7 @@ def rows_of(settings: TransformerSettings, world: int, times: Mapping[str, Stage
         {
             "model": settings.model,
             **sizes,
+            "form": settings.forms,
             "dtype": settings.dtype,
             "way": way,
             "forward_ms": time.forward * 1e3,
@@ -128,30 +132,39 @@ def rows_of(settings: TransformerSettings, world: int, times: Mapping[str, Stage
 
 
 def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> Report | None:
-    """Races the variants; rank 0 gets the report."""
+    """Races the variants of each case; rank 0 gets the report."""
+    common = {"how": "measured", "world": ranks.size, **facts(ranks.device.type, settings.commit)}
+    rows: list[Row] = []
+    for case in settings.cases:
+        found = [{**row, **common} for row in raced(case, ranks, tell)]
+        tell({"event": "rows", "rows": found})
+        rows += found
+        torch.compiler.reset()  # while the group of its graphs is there
+        free(ranks)
+    what = f"{settings.model} x {settings.layers}, {settings.batch} x {settings.sequence} tokens"
+    said = f", {ranks.size} ranks, {what} in {settings.dtype}; in ms"
+    return None if ranks.me else {"rows": rows, "facts": common, "headline": said}
+
+
+def raced(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> list[Row]:
+    """The rows of one case."""
     trained = LayerVariants(settings, ranks)
     racers = run_race(
         ranks,
         [trained.variant(name) for name in settings.names],
         lambda ready: race(ranks, ready, settings.seconds),
         tell,
-        measure=trained.measure if ranks.cuda else None,
+        measure=trained.measure,
     )
     times = {
         name: slowest(ranks, Stages() if racer.problem else trained.laps[name].medians())
         for name, racer in racers.items()
     }
-    common = {"how": "measured", "world": ranks.size, **facts(ranks.device.type, settings.commit)}
-    figures = ("median_us", "p90_us", "host_us", "peak_bytes", "off", "rounds", "sm_mhz", "error")
+    figures = ("median_us", "p90_us", "host_us", *MEMORY, "off", "rounds", "sm_mhz", "error")
     known = zip(rows_of(settings, ranks.size, times), racers.values(), strict=True)
-    rows: list[Row] = [{**row, **racer.columns(*figures), **common} for row, racer in known]
-    tell({"event": "rows", "rows": rows})
+    rows: list[Row] = [{**row, **racer.columns(*figures)} for row, racer in known]
     close(racers.values())
-    torch.compiler.reset()  # while the group of its graphs is there
-    free(ranks)
-    what = f"{settings.model} x {settings.layers}, {settings.batch} x {settings.sequence} tokens"
-    said = f", {ranks.size} ranks, {what} in {settings.dtype}; in ms"
-    return None if ranks.me else {"rows": rows, "facts": common, "headline": said}
+    return rows
 
 
 def slowest(ranks: Ranks, mine: Stages) -> Stages:
@@ -197,7 +210,8 @@ class Training:
 
     parameters: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
-    forward: Callable[..., Any]
+    forward: Any
+    """`Layers`, until they are compiled as one."""
     summed: Callable[[], None] = lambda: None
     """Sums, at the end of backward, the gradients of what every rank has a copy of."""
 
@@ -249,6 +263,13 @@ def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return optimizer
 
 
+def allocated(ranks: Ranks, peak: bool = False) -> float:
+    """Bytes of tensors on the GPU, now or at most; NaN on a CPU, where torch counts none."""
+    if not ranks.cuda:
+        return math.nan
+    return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
+
+
 def limit(way: str) -> float:
     """Largest deviation that a variant may have."""
     return FLOAT8_LIMIT if way in FLOAT8_LAYERS else LIMIT
@@ -265,22 +286,26 @@ class LayerVariants:
         mesh = DeviceMesh(ranks.device.type, list(range(ranks.size)), mesh_dim_names=("tp",))
         self._group, dtype = mesh.get_group(), DTYPES[settings.dtype]
         with ranks.device:
-            self.layers = parallelized(self.dims, settings.layers, settings.sequence, dtype, mesh)
+            self.layers = parallelized(
+                self.dims, settings.depths[0], settings.sequence, dtype, mesh
+            )
         parameters = dict(self.layers.named_parameters())
-        self._eager = Training(parameters, _optimizer(parameters.values()), self.layers)
+        forward = in_form(self.layers, settings.forms)
+        self._eager = Training(parameters, _optimizer(parameters.values()), forward)
         self._shards = shards_of(self.layers)
         self._optimizer = _optimizer(self._shards.values())
         self.sets = self._inputs(dtype)
         """The input and the target of a step."""
         self._known = self._eager.results(*self.sets[0])
-        self._before = math.nan
+        self._before = self._allocated = math.nan
 
     def variant(self, name: str) -> Variant:
         """A way to train, which is right where loss and gradients are eager's."""
         laps = self.laps[name]
 
         def opened() -> Opened:
-            self._before = held(self.ranks) if self.ranks.cuda else math.nan
+            self._before = held(self.ranks)
+            self._allocated = allocated(self.ranks)
             training = self._training(name)
             training.results(*self.sets[0])  # compiles
             known, units = self._float8() if name in FLOAT8_LAYERS else (self._known, None)
@@ -298,9 +323,12 @@ class LayerVariants:
         return Variant(name, opened, sets=self.sets, limit=limit(name))
 
     def measure(self, racer: Racer) -> None:
-        """Most bytes that opening and a step take beyond weights and moments."""
+        """Most bytes that opening and a step take beyond weights and moments: of the device, and of
+        torch's allocator, which sees neither slots nor what graphs keep; what stays at rest."""
         most = peak(self.ranks, lambda: racer.run(*self.sets[0]))
         racer.figures["peak_bytes"] = most - self._before
+        racer.figures["torch_peak_bytes"] = allocated(self.ranks, peak=True) - self._allocated
+        racer.figures["rest_bytes"] = held(self.ranks) - self._before
 
     def _training(self, name: str) -> Training:
         eager, options = self._eager, ours(self.settings)
@@ -331,8 +359,11 @@ class LayerVariants:
                 return eager
 
     def _compiled(self, training: Training, options: Any = None, **how: Any) -> Training:
-        run = torch.compile(training.forward, dynamic=False, options=options or None, **how)
-        return dataclasses.replace(training, forward=run)
+        run = functools.partial(torch.compile, dynamic=False, options=options or None, **how)
+        layers = training.forward
+        if "blocks" not in self.settings.forms:
+            return dataclasses.replace(training, forward=run(layers))
+        return dataclasses.replace(training, forward=layers.mapped(run))
 
     def _layers(self, options: dict[str, Any], recipe: Recipe | None) -> Training:
         copied = [weight for key, weight in self._shards.items() if "norm" in key]
@@ -341,7 +372,8 @@ class LayerVariants:
 
     def _local(self, maps: Plain, summed: Callable[[], None] = lambda: None) -> Training:
         module = on_shards(self._shards, self.layers, self.dims, self.ranks.size, maps)
-        return Training(self._shards, self._optimizer, module, summed)
+        forward = in_form(module, self.settings.forms)
+        return Training(self._shards, self._optimizer, forward, summed)
 
     def _sum(self, copied: Sequence[nn.Parameter]) -> None:
         for parameter in copied:

@@ -14,7 +14,7 @@ Note [A run on the streams]
 
 Note [Runs that wait for nobody]
     Outside of teams the watchdog has nothing to bound. One event stands for the end of the last
-    run: whoever runs next on another stream waits for it, since the arena is one run's at a time.
+    run, for which the next one waits on another stream: what kernels keep is one run's at a time.
     It is recorded when the run ends: later the caller may have destroyed the stream. A run of
     torch's own operators without an arena leaves no event: `synchronize` waits for the device.
 """
@@ -36,6 +36,7 @@ from interlace.comm.cuda.driver import Driver, Event
 from interlace.errors import BackendError, ExecutorError
 from interlace.ir import Alloc, Call, Copy, Free, views_in
 from interlace.ir.lifetimes import homes
+from interlace.runtime.arena import Arena, Last
 from interlace.runtime.calling.calls import Outputs
 from interlace.runtime.cuda.binder import Binding
 from interlace.runtime.cuda.graphs.graphs import Graphs
@@ -113,6 +114,7 @@ class CudaEngine(Engine):
         self._tells = [(side, self.driver.batch(("write", side.told))) for side in self._used]
         self.last: tuple[int, Event] | None = None
         self._owners: list[Any] = [*self.sides] or [self]
+        self._arena: Arena | None = None
         self._uses: dict[tuple[int, ...], Mapping[str, Use]] = {(): NO_USES}
         self.graphs: Graphs | None = None
         self.warm = False
@@ -132,10 +134,30 @@ class CudaEngine(Engine):
         watchdog().start()
         for team, _, _ in self._teams:
             team.used_by(self)
-        if context.options.graph:
-            self._fit, self._fit_outputs = context.inputs.addresses, context.outputs.addresses
-            with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device):
+            self._lay_out()
+            if context.options.graph:
+                self._fit, self._fit_outputs = context.inputs.addresses, context.outputs.addresses
                 self.graphs = Graphs(self)
+
+    def _lay_out(self) -> None:
+        """Has temporaries in the arena; those of graphs stay where they are now."""
+        arena, values = self.context.arena, self.context.values
+        if values.nbytes and self.context.options.graph:
+            values.move(arena.fixed(values.nbytes))
+        elif values.nbytes:
+            self._arena, stream = arena, self._raw_stream(self._index)
+            _, over = self.marks.of(0)
+            arena.enter(values, stream, lambda last: last[2].done(last[1]))
+            self.driver.record(stream, over)
+            arena.leave(values, (stream, over, self.marks))
+            if not self.sides:
+                self.last = stream, over
+
+    def _follows(self, last: Last) -> bool:
+        """True if this run, which has begun, comes after the end of a run on another stream."""
+        waited = [owner.last for owner in self._owners if owner.last is not None]
+        return any(event == last[1] for _, event in waited) or last[2].done(last[1])
 
     def warm_up(self, teams: Sequence[TeamComm]) -> None:
         """With graphs: a run of all ranks together that sets up what cannot be in a capture."""
@@ -278,6 +300,8 @@ class CudaEngine(Engine):
             if had_grad:
                 self._grad(False)
             made = context.outputs.new() if out is None else out
+            if self._arena is not None:
+                self._arena.enter(context.values, stream, self._follows)
             context.values.start((*inputs, *made), self.uses() if self.sides else NO_USES)
             if boxed:
                 cast("list[torch.Tensor]", inputs).clear()
@@ -309,6 +333,8 @@ class CudaEngine(Engine):
             last = stream, over
             for owner in self._owners:
                 owner.last = last
+            if self._arena is not None:
+                self._arena.leave(self.context.values, (stream, over, self.marks))
         self.issued += 1
 
     def _tell_peers(self, stream: int, over: Event) -> None:
@@ -454,15 +480,20 @@ class CudaEngine(Engine):
         self.marks.close()
         self.driver.destroy_event(self._told)
         self.changes.registered.clear()
+        arena = self.context.arena
         if over:
             self.context.values.drop()
+        elif arena is self._arena:
+            arena.abandon()
+        if arena.last is not None and arena.last[2] is self.marks:
+            arena.last = None
 
 
 def keeps_memory(context: EngineContext) -> bool:
     """True if runs may share memory that only one of them may use at a time."""
     program = context.plan.program
     regions = {region.name for region in program.regions}
-    return context.values.arena.nbytes() > 0 or not all(
+    return context.values.nbytes > 0 or not all(
         isinstance(op, Alloc | Copy | Free)
         or (isinstance(op, Call) and op.fn.startswith("aten.") and op.fn not in regions)
         for op in program.ops

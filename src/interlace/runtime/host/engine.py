@@ -86,6 +86,10 @@ class CpuEngine(Engine):
         self._uses, self._end = resources.uses, context.values.end
         self._takes = [(buffer, resources.slots[buffer]) for buffer in context.plan.takes]
         self._values = context.values
+        self._arena = context.arena if context.values.nbytes else None
+        if self._arena is not None:
+            self._arena.enter(self._values)
+            self._arena.leave(self._values)
         self._grad: Callable[[bool], None] = set_grad_enabled
 
     @staticmethod
@@ -218,6 +222,8 @@ class CpuEngine(Engine):
                 self._outputs.check_places(out)
                 for each in held.values():
                     each.enter()
+            if self._arena is not None:
+                self._arena.enter(self._values)
             self._values.start((*inputs, *out), self._uses)
             if boxed:
                 cast("list[torch.Tensor]", inputs).clear()
@@ -245,6 +251,10 @@ class CpuEngine(Engine):
 
     def _leave(self, had_grad: bool) -> None:
         """Whatever the run did to the process is undone."""
+        if self._arena is not None:
+            if self._lost or (self._failure is not None and self._teams):
+                self._arena.abandon()  # transfers of gloo, or a hanging stream, may go on writing
+            self._arena.leave(self._values)
         if not self._lost:  # else that stream is to stop
             self._failure = None
         self._end()

@@ -73,13 +73,14 @@ class Marks:
         return self.events[run % self.num]
 
     def begun(self, run: int) -> bool:
-        return self._done(self.of(run)[0])
+        return self.done(self.of(run)[0])
 
     def ended(self, run: int) -> bool:
         """True if a run, one of the last few, or the later run in its place has ended."""
-        return self._done(self.of(run)[1])
+        return self.done(self.of(run)[1])
 
-    def _done(self, event: Event) -> bool:
+    def done(self, event: Event) -> bool:
+        """True if what an event of these marks the end of is over, as it is for all once closed."""
         with self._turn:
             if self._closed:
                 return True
