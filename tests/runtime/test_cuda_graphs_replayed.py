@@ -28,7 +28,11 @@ SIZE = 8
 LAYER = f"""
 def forward(x: f32[{SIZE}, {SIZE}], w: f32[{SIZE}, {SIZE}]):
     h = empty(f32[{SIZE}, {SIZE}])
-    main: call("aten.mm.out", x, w, out=h)
+    t = alloc(f32[{SIZE}, {SIZE}])
+    u = alloc(f32[{SIZE}, {SIZE}])
+    main: call("aten.neg.out", x, out=t)
+    main: call("aten.neg.out", t, out=u)
+    main: call("aten.mm.out", u, w, out=h)
     main: call("aten.relu.default", h, out=(y := f32[{SIZE}, {SIZE}]))
     return y, x, w, h, y.permute(1, 0)
 """
@@ -77,17 +81,17 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.overloadpacket in (torch.ops.aten.set_, torch.ops.aten.empty):
+        if func.overloadpacket is torch.ops.aten.set_:
             return func(*args, **kwargs)  # the memory is what later operators say
         bare = tree_map(lambda v: raw(v) if isinstance(v, torch.Tensor) else v, (args, kwargs))
         known = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
         found = func(*args, **kwargs)
-        for tensor in _tensors(found):
+        for tensor in filter(torch.numel, _tensors(found)):
             if tensor.untyped_storage().data_ptr() not in known:
                 POOL.append(raw(tensor))
                 POOL[-1].kept = tensor.untyped_storage()  # pyright: ignore
                 # its memory stays, as a pool's does
-        if func.overloadpacket is not torch.ops.aten.empty_strided:
+        if func.overloadpacket not in (torch.ops.aten.empty, torch.ops.aten.empty_strided):
             self.steps.append((func, *bare, [raw(t) for t in _tensors(found)]))
         return found
 
@@ -143,7 +147,7 @@ class Layer:
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
         for tensor in POOL:
-            tensor.fill_(torch.nan)  # as other graphs' runs may leave it
+            tensor.fill_(255 if tensor.dtype is torch.uint8 else torch.nan)  # by other graphs
         given = [tensor.as_subclass(OnGpu) for tensor in inputs]
         return self.fake.engine.issue(given, None)
 

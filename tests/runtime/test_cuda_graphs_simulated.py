@@ -21,7 +21,7 @@ from interlace.runtime.cuda.graphs import graphs
 from interlace.runtime.cuda.graphs.graphs import Graphs
 from interlace.runtime.cuda.sharing import reaches
 from interlace.runtime.prepare.plan import Plan
-from interlace.runtime.values import DTYPES
+from interlace.runtime.values import DTYPES, new_storage
 from interlace.verify import check
 
 RUNS, TRIES = 6, 25
@@ -73,6 +73,7 @@ class Replays:
         runs = list[list[Entry]]()
         for number in range(RUNS):
             log.clear()
+            context.values.move(new_storage(context.values.nbytes, context.device))
             given = {b.name: zeros(b) for b in context.plan.program.params}
             given |= {name: tensors[context.plan.rank] for name, tensors in self.held.items()}
             graphs.issue(number & 1, given, {})

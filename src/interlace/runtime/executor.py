@@ -37,7 +37,7 @@ from interlace.ir.sizes import FIXED, named, settled
 from interlace.ir.types import Member
 from interlace.ir.validate import refuse_others
 from interlace.options import BACKENDS, Options
-from interlace.runtime.arena import arena_for
+from interlace.runtime.arena import arena_of
 from interlace.runtime.calling.calls import Outputs, reader_of
 from interlace.runtime.engine import (
     BeforeOp,
@@ -262,9 +262,8 @@ class Executor:
                 with settled(self.sizes):
                     self._shared, self._backends = self._engine_class.share(request), pairs
                     _, nbytes = laid_out(plan.buffers)
-                keys = [team.key for team in teams]
-                arena = self._arena = arena_for(self.device, self.options.graph, keys)
-                if nbytes:
+                arena = self._arena = arena_of(self.device)
+                if nbytes and not self.options.graph:
                     arena.hold(nbytes)
                     self._kept.shared.callback(arena.let_go, nbytes)
                 self._bind(self.sizes.values)

@@ -141,11 +141,9 @@ class CudaEngine(Engine):
                 self.graphs = Graphs(self)
 
     def _lay_out(self) -> None:
-        """Has temporaries in the arena; those of graphs stay where they are now."""
+        """Has temporaries in the arena, but for those of graphs."""
         arena, values = self.context.arena, self.context.values
-        if values.nbytes and self.context.options.graph:
-            values.move(arena.fixed(values.nbytes))
-        elif values.nbytes:
+        if values.nbytes and not self.context.options.graph:
             self._arena, stream = arena, self._raw_stream(self._index)
             _, over = self.marks.of(0)
             arena.enter(values, stream, lambda last: last[2].done(last[1]))

@@ -62,7 +62,7 @@ from interlace.runtime.cuda.lanes import Lane, Words
 from interlace.runtime.cuda.sharing import reaches
 from interlace.runtime.engine import EngineContext
 from interlace.runtime.prepare.plan import own_backends
-from interlace.runtime.values import once
+from interlace.runtime.values import new_storage, once
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine
@@ -306,24 +306,30 @@ class Graphs:
         return pair
 
     def _record(self, pair: GraphPair, given: Sequence[torch.Tensor]) -> None:
-        """Captures both graphs of a pair on the graphs' stream."""
+        """Captures both graphs of a pair on the graphs' stream. The places of what moves and the
+        arena are the pool's while they are captured, as all temporaries."""
+        values, device = self._context.values, self._context.device
         names = (*self._context.inputs.names, *self._context.outputs.names)
         named = dict(zip(names, given, strict=False))
-        for turn in range(len(self.bindings)):
-            self._engine.check()  # in a capture it would be told badly
-            graph = torch.cuda.CUDAGraph()
-            pair.graphs.append(graph)
-            with uncollected(), torch.no_grad(), torch.cuda.stream(self.memory.stream):
-                self.memory.begin(graph)
-                try:
-                    if not turn:
-                        named |= pair.make_places(given)
-                    results = self.issue(turn, named, pair.homes)
-                finally:
-                    graph.capture_end()
-            pair.take_results(results, self.changed)
-            del results  # so that its memory is the pool's again
-            pair.launch.append(self._launcher(graph))
+        try:
+            for turn in range(len(self.bindings)):
+                self._engine.check()  # in a capture it would be told badly
+                graph = torch.cuda.CUDAGraph()
+                pair.graphs.append(graph)
+                with uncollected(), torch.no_grad(), torch.cuda.stream(self.memory.stream):
+                    self.memory.begin(graph)
+                    try:
+                        if not turn:
+                            named |= pair.make_places(given)
+                            values.move(new_storage(values.nbytes, device))
+                        results = self.issue(turn, named, pair.homes)
+                    finally:
+                        graph.capture_end()
+                pair.take_results(results, self.changed)
+                del results  # so that its memory is the pool's again
+                pair.launch.append(self._launcher(graph))
+        finally:
+            values.move(new_storage(0, device))
 
     def issue(
         self, turn: int, named: Mapping[str, torch.Tensor], homes: Mapping[str, torch.Tensor]

@@ -25,6 +25,7 @@ import torch
 
 from interlace.comm import TeamComm
 from interlace.runtime.cuda.graphs.captured import may_draw
+from interlace.runtime.values import new_storage
 from interlace.torch_private import is_cuda_stream_capturing
 
 if TYPE_CHECKING:
@@ -88,13 +89,16 @@ def _run_once(engine: CudaEngine) -> None:
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     devices = [engine.device] if engine.device.type == "cuda" else []
     draws, inputs = may_draw(engine.context.plan.program), engine.context.inputs
+    values = engine.context.values
     try:
         with torch.inference_mode():  # they may be leaves that want a gradient, or inference's
             kept += [(tensor, tensor.clone()) for tensor in engine.changes.registered]
         with torch.random.fork_rng(devices, enabled=draws, device_type="cuda"):
             zeros = inputs.zeros(engine.changes.buffers)
+            values.move(new_storage(values.nbytes, engine.device))
             capture_thread(engine.device).run(lambda: engine.issue(zeros, None))
             engine.synchronize()
+            values.move(new_storage(0, engine.device))  # after a failure the streams may go on
     except BaseException as error:
         engine.watched.fail(error)  # peers wait for this rank in their runs
         if kept:  # peers are let go of; what the streams still do, they do before the copies
