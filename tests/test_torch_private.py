@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import interlace
 from interlace import torch_private as private
@@ -140,6 +141,31 @@ def modes() -> bool:
     with private.FakeTensorMode():
         inside = private.len_torch_dispatch_stack()
     return inside == 1 and private.len_torch_dispatch_stack() == 0
+
+
+def weak_storages() -> bool:
+    storage = torch.empty(2).untyped_storage()
+    ref = StorageWeakRef(storage)
+    again = private.storage_behind(ref.cdata)
+    alive = again is not None and again.data_ptr() == storage.data_ptr()
+    del storage, again
+    return alive and private.storage_behind(ref.cdata) is None
+
+
+def counts_holders() -> bool:
+    """Each tensor is one, whatever refers to it, and the storage's object is one."""
+    tensor = torch.ones(4)
+    storage = tensor.untyped_storage()
+    counts = [private.storage_use_count(storage._cdata)]
+    view, weight = tensor.data, torch.ones(4, requires_grad=True)
+    counts.append(private.storage_use_count(storage._cdata))
+    saved = (weight * view).sum()
+    del view
+    counts.append(private.storage_use_count(storage._cdata))
+    del saved
+    tensor.untyped_storage()
+    counts.append(private.storage_use_count(storage._cdata))
+    return counts == [2, 3, 3, 2]
 
 
 def gradients_off() -> bool:
@@ -293,6 +319,8 @@ CHECKS: dict[ModuleType, dict[str, Callable[[], Any]]] = {
         "scaled_mm": multiplies_fp8,
         "set_cuda_stream": on_gpus("_cuda_setStream"),
         "set_grad_enabled": gradients_off,
+        "storage_behind": weak_storages,
+        "storage_use_count": counts_holders,
         "storage_at": lambda: callable(torch._C._construct_storage_from_data_pointer),
         "sympy_handlers": lambda: len(private.sympy_handlers()) > 3,
         "will_engine_execute_node": node_runs,

@@ -91,7 +91,8 @@ class Options:
         transport: what moves bytes, where a strategy leaves a choice: `gloo`, `nccl`, `ucc` or
             `peer`; `auto` takes the backend of the process group.
         graph: capture the Program in CUDA graphs and replay them.
-        static_outputs: with `graph`, hand out the graph's own output buffers instead of copies.
+        static_outputs: with `graph`, hand out the graph's own output buffers instead of copies,
+            also where the caller keeps them until the next run.
         calibration: path of a calibration file; None takes what `interlace calibrate` wrote for
             this host, or else the built-in model of the device.
         schedules: path of a folder of schedules, as `interlace.export` writes them: a compiled

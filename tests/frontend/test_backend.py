@@ -198,6 +198,41 @@ def test_one_process(pool: Pool) -> None:
     pool(1).run(one_process)
 
 
+def graph_uses(how: str) -> list[tuple[list[str], list[str], int]]:
+    """By graph: inputs that move, others, and the number of results that are saved."""
+    model, tokens = make()
+    if how == "torch.compile":
+        with capture() as captured:
+            step(compiled(model), model, tokens)
+        graphs = captured.graphs
+    else:
+        call = interlace.compile(model)
+        step(call, model, tokens)
+        graphs = call.graphs
+    found: list[tuple[list[str], list[str], int]] = []
+    for bound in (bound for graph in graphs for bound in graph.bound):
+        names = [b.name for b in bound.serial.params if b.kind == "input"]
+        use = bound.imported.graph_use
+        others = [name for name in names if name not in use.moving]
+        found.append((sorted(use.moving), others, len(use.saved)))
+    return found
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "interlace.compile"])
+def test_graphs_know_which_inputs_move_and_what_is_saved(pool: Pool, how: str) -> None:
+    """Parameters stay, and what forward saves; but not the tokens, of which it saves a view."""
+    for forward, backward in pool(2).run(graph_uses, how):
+        moving, others, num_saved = forward
+        assert len(moving) == 1
+        assert others == [name for name, _ in named_parameters()]
+        assert backward[0] == ["tangents_1", "view"]
+        assert num_saved == len(backward[1]) + 1
+
+
+def named_parameters() -> list[tuple[str, torch.Tensor]]:
+    return [(name.replace(".", "_"), w) for name, w in Model().named_parameters()]
+
+
 def reset_frees() -> tuple[int, int]:
     """What `torch.compiler.reset()` frees, and that compiling goes on afterwards."""
     model, tokens = make()

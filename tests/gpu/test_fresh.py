@@ -109,7 +109,7 @@ def trained(how: str, seed: int) -> tuple[float, int]:
             interlace.reset()
     torch.cuda.synchronize()
     engines: list[Any] = [b.executor.engine for graph in backend.graphs for b in graph.bound]
-    pairs = [len({**engine.graphs.at, **engine.graphs.through}) for engine in engines]
+    pairs = [sum(map(len, engine.graphs.pairs.values())) for engine in engines]
 
     kinds = [cut_over(sharded[0].get_parameter(name)) for name in names] * len(wholes)
     plain = [[each.get_parameter(name) for name in names] for each in wholes]

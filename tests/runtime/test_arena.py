@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from interlace.errors import ExecutorError
 from interlace.ir import Op, parse
-from interlace.runtime import arena as arena_file
+from interlace.runtime import executor as executor_file
 from interlace.runtime.arena import Arena
 from interlace.runtime.executor import Executor
 from interlace.runtime.values import ValueTable
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 def own(monkeypatch: pytest.MonkeyPatch) -> Arena:
     """An arena of the test's own in place of the process's."""
     made = Arena(CPU)
-    monkeypatch.setattr(arena_file, "arena_of", lambda device, team="": made)
+    monkeypatch.setattr(executor_file, "arena_of", lambda device: made)
     return made
 
 
@@ -205,7 +205,7 @@ def alive(layers: int, blocks: bool) -> tuple[int, int, bool]:
     """Bytes of an arena after steps of so many layers, and the Executors that share it; whether
     gradients are eager's."""
     arena = Arena(CPU)  # other tests' Executors may be alive in this process
-    with mock.patch.object(arena_file, "arena_of", return_value=arena):
+    with mock.patch.object(executor_file, "arena_of", return_value=arena):
         found = steps(layers, blocks)
     size, held = arena.storage.nbytes(), len(arena._needs)
     torch.compiler.reset()

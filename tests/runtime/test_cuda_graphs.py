@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import os
-import random
 import signal
 import threading
 import time
@@ -22,15 +20,16 @@ import torch
 from tests.runtime.test_cuda_plain import TWO_STREAMS
 from tests.support.fake_cuda import MAIN, Fake, fake_engine
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.comm import Use
 from interlace.comm.cuda import driver as driver_file
-from interlace.comm.cuda.memory import tensor_at
 from interlace.errors import BackendError, ExecutorError, PeerError
 from interlace.ir import parse
 from interlace.options import Options
+from interlace.runtime.calling.calls import reader_of
 from interlace.runtime.cuda.graphs import graphs as graphs_file
-from interlace.runtime.cuda.graphs.captured import launcher
+from interlace.runtime.cuda.graphs.captured import GraphPair, launcher
 from interlace.runtime.cuda.graphs.warm_up import capture_thread, warm_up
 from interlace.runtime.prepare.plan import QueuePlace
 from interlace_bench.kernels.host import WIDTH, program
@@ -78,18 +77,17 @@ class Graphed:
     def __init__(self, fake: Fake, graphs: graphs_file.Graphs) -> None:
         self.fake, self.graphs, self.captures, self.made = fake, graphs, 0, 0
         self.results: tuple[Any, ...] = ()
+        self.all: list[Any] = []
         self.held: list[Any] | None = []
         """What runs were given, so that nothing else comes to lie there."""
-        self.own: tuple[Any, ...] | None = ()
-        """What the graphs give as results (None: their outputs),"""
-        self.after: tuple[Any, ...] | None = None
-        """those of odd runs, if they are others,"""
         self.captured: list[tuple[Any, ...]] = []
-        """and what was captured last."""
+        """What was captured last."""
         self.pools: list[Any] = []
-        """The graph, by number, whose memory each capture shares."""
-        object.__setattr__(fake.engine.context, "results", self._results)
-        fake.engine.context.outputs.new = self.new
+        """The pool of each capture."""
+        context = fake.engine.context
+        results = reader_of(context.plan.program.returned(), context.plan, context.values)
+        object.__setattr__(context, "results", results)
+        context.outputs.new = self.new
         fake.engine.warm = True
 
     def run(self, inputs: list[Any], out: list[Any] | None) -> list[tuple[Any, ...]]:
@@ -105,24 +103,32 @@ class Graphed:
         """The same, without their numbers."""
         return [entry[0] for entry in self.run(inputs, out)]
 
-    def _results(self) -> tuple[Any, ...]:
-        if self.own is None:
-            values = self.fake.engine.context.values
-            return (
-                values.items[
-                    values.family(self.fake.engine.context.plan.program.params[2].name)[0]
-                ],
-            )
-        odd = len(self.pools) % 2 == 0
-        return self.after if odd and self.after is not None else self.own
-
     def new(self) -> list[torch.Tensor]:
         self.made += 1
         return [tensor()]
 
     def place(self, number: int) -> int:
-        """Where the graphs have a tensor that is copied."""
-        return self.graphs.through[3].places[number].data_ptr()
+        """Where the only pair has a tensor that is copied."""
+        (pair,) = self.pairs
+        return pair.places[number].data_ptr()
+
+    @property
+    def pairs(self) -> list[GraphPair]:
+        return [pair for pairs in self.graphs.pairs.values() for pair in pairs]
+
+
+class Pool(TorchDispatchMode):
+    """Memory that is allocated in a capture stays, as that of a pool does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.empty_strided:
+            self.held.append(made)
+        return made
 
 
 class FakeGraph:
@@ -131,13 +137,16 @@ class FakeGraph:
     def __init__(self, made: Graphed) -> None:
         made.captures += 1
         self.made, self.number = made, made.captures
+        made.all.append(self)
 
     def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local"
-        self.before = list(log)
+        self.before, self.pool = list(log), Pool()
         self.made.pools.append(pool)
+        self.pool.__enter__()
 
     def capture_end(self) -> None:
+        self.pool.__exit__(None, None, None)
         self.made.captured = log[len(self.before) :]
         log[:] = self.before
 
@@ -146,9 +155,6 @@ class FakeGraph:
 
     def reset(self) -> None:
         log.append(("reset", self.number))
-
-    def pool(self) -> int:
-        return self.number
 
 
 @pytest.fixture
@@ -164,148 +170,84 @@ def graphed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         fake.engine.graphs = graphs_file.Graphs(fake.engine)
         made = Graphed(fake, fake.engine.graphs)
 
-        @contextlib.contextmanager
-        def capture(graph: FakeGraph, **how: Any) -> Iterator[None]:
-            graph.capture_begin(None, how["capture_error_mode"])
-            try:
-                yield
-            finally:
-                graph.capture_end()
-
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph(made))
-        monkeypatch.setattr(torch.cuda, "graph", capture)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         yield made
-
-
-@pytest.fixture
-def one_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs for one set of addresses only: what lies elsewhere is copied."""
-    monkeypatch.setattr(graphs_file, "MOST", 1)
-    monkeypatch.setattr(graphs_file, "MOST_OPS", 1)
-
-
-def test_each_set_of_addresses_has_graphs_of_its_own(graphed: Graphed) -> None:
-    """All of a turn in the memory of the first; results come in the tensors that were given."""
-    w, sets = tensor(), [(tensor(), tensor()) for _ in range(graphs_file.MOST)]
-    for number in range(3 * len(sets)):
-        which = random.randrange(len(sets)) if number >= len(sets) else number
-        (x, y), turn = sets[which], number & 1
-        graphed.own = (y,)
-        found = graphed.run([x, w], [y])
-        assert [entry[0] for entry in found] == ["replay", "record"]
-        assert found[0] == ("replay", 2 * which + 1 + turn)
-        assert graphed.results[0] is y
-    assert graphed.captures == 2 * len(sets)
-    assert graphed.pools == [None, None] + [1, 2] * (len(sets) - 1)
-
-
-@pytest.fixture
-def much(graphed: Graphed, one_pair: None, monkeypatch: pytest.MonkeyPatch) -> Graphed:
-    """Graphs that keep six times as many bytes as an input has, of one set of addresses only."""
-    monkeypatch.setattr(graphs_file, "MUCH", 6 * NBYTES)
-    context = graphed.fake.engine.context
-    options = dataclasses.replace(context.options, static_outputs=True)
-    object.__setattr__(context, "options", options)
-    graphed.own = (torch.zeros(6 * WIDTH * WIDTH),)
-    return graphed
-
-
-def test_graphs_with_much_of_their_own_copy_the_few_bytes_that_move(much: Graphed) -> None:
-    """Where there are more sets of addresses than pairs."""
-    w, y, xs = tensor(), tensor(), [tensor() for _ in range(4)]
-    plain, copied = ["replay", "record"], ["copy", "replay", "record"]
-    assert much.kinds([xs[0], w], [y]) == plain
-    assert much.kinds([xs[1], w], [y]) == ["reset", "reset", *copied]
-    for x in (xs[0], xs[2], xs[1], xs[3]):
-        (_, _, place, source, nbytes), *_ = much.run([x, w], [y])
-        assert place == much.graphs.near[0].places[0].data_ptr()
-        assert (source, nbytes) == (x.data_ptr(), NBYTES)
-    assert (much.captures, much.graphs.at) == (4, {})
-    much.graphs.drop()
-    assert (much.graphs.near, log[-2:]) == ([], [("reset", 3), ("reset", 4)])
-
-
-def test_there_are_few_graphs_that_copy_few_bytes(much: Graphed) -> None:
-    """As many as of those that copy nothing: what comes then is copied as ever."""
-    y, xs = tensor(), [tensor() for _ in range(2)]
-    for w in [tensor() for _ in range(6)]:  # with another w, more than a quarter moves
-        for x in xs:
-            much.run([x, w], [y])
-    assert (len(much.graphs.near), len(much.graphs.at), list(much.graphs.through)) == (1, 1, [3])
-    assert much.captures == 10
 
 
 def test_no_tensor_of_the_callers_is_kept(graphed: Graphed, seed: int) -> None:
     """Else an allocator could never give the same address again."""
     inputs, out = [tensor(), tensor()], [tensor()]
-    graphed.held, graphed.own = None, (out[0], out[0][:2])  # a view of it is copied
+    graphed.held = None
     for _ in range(2):
         graphed.run(inputs, out)
+        assert graphed.results[0] is out[0]
     held = [StorageWeakRef(t.untyped_storage()) for t in (*inputs, *out)]
-    graphed.own = graphed.results = ()
+    graphed.results = ()
     del inputs, out
     assert all(ref.expired() for ref in held)
 
 
-def test_what_lies_elsewhere_is_copied_until_it_comes_again_and_others_do_not(
+def crossing(graphed: Graphed) -> None:
+    """As if the Program put its first input into a peer, and got its output from one."""
+    params = graphed.fake.engine.context.plan.program.params
+    graphed.graphs.crossing = {params[0].name, params[2].name}
+
+
+def another(graphed: Graphed, *tensors: torch.Tensor) -> None:
+    """Memory is freed, and allocated anew at the same address."""
+    numbers = graphed.fake.driver.allocations
+    numbers.update({t.data_ptr(): numbers.get(t.data_ptr(), 1) + 1 for t in tensors})
+
+
+def test_what_moves_is_copied(graphed: Graphed) -> None:
+    """As a part of the run: reads of the same memory on another stream come before."""
+    inputs, out = [tensor(), tensor()], [tensor()]
+    graphed.graphs.moved = {0}
+    assert graphed.kinds(inputs, out) == ["copy", *PLAIN]
+    first = graphed.fake.engine.last
+    assert first is not None
+    for number in range(4):
+        inputs[0] = tensor()
+        graphed.fake.on(MAIN + 50 + number)
+        assert graphed.run(inputs, out) == [
+            ("wait_event", MAIN + 50 + number, first[1]),
+            ("copy", MAIN + 50 + number, graphed.place(0), inputs[0].data_ptr(), NBYTES),
+            ("replay", 2 - number % 2),
+            ("record", MAIN + 50 + number, first[1]),
+        ]
+    assert graphed.captures == 2
+    assert graphed.pools[0] is graphed.pools[1]
+
+
+def test_what_loses_its_memory_again_and_again_is_copied_from_then_on(graphed: Graphed) -> None:
+    graphed.held, inputs, out = None, [tensor(), tensor()], [tensor()]
+    assert graphed.kinds(inputs, out) == PLAIN
+    for number in range(6):
+        inputs[0] = tensor()  # while the other is there, so that it lies elsewhere
+        kinds = ["copy", *PLAIN] if number >= graphs_file.FEW else PLAIN
+        resets = ["reset"] * 2 * (number <= graphs_file.FEW)
+        assert graphed.kinds(inputs, out) == [*resets, *kinds]
+        assert len(graphed.pairs) == 1
+    assert graphed.graphs.moved == {0}
+    assert len({*graphed.pools}) == 1
+    weights = [tensor() for _ in range(graphs_file.FEW + 2)]
+    for inputs[1] in weights:
+        assert graphed.kinds(inputs, out)[-3:] == ["copy", *PLAIN]
+    assert graphed.graphs.moved == {0}, "these are still there"
+
+
+def test_another_set_of_parameters_has_a_pair_of_its_own(
     graphed: Graphed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs_file, "MOST", 2)
-    monkeypatch.setattr(graphs_file, "MOST_OPS", 1)
-    monkeypatch.setattr(graphs_file, "STALE", 6)
-    w, y, xs = tensor(), tensor(), [tensor() for _ in range(5)]
-
-    def kinds(number: int) -> list[str]:
-        return [e[0] for e in graphed.run([xs[number], w], [y]) if e[0] != "wait_event"]
-
-    plain, copied = ["replay", "record"], ["copy", "replay", "record"]
-    assert kinds(0) == kinds(1) == plain
-    assert kinds(2) == copied  # of a third pair
-    assert kinds(3) == copied
-    assert graphed.captures == 6
-    for _ in range(5):
-        assert kinds(1) == plain
-    assert kinds(4) == copied  # it has not been here before
-    assert kinds(2) == ["reset", "reset", *plain]  # in the place of the first
-    assert graphed.captures == 8
-    assert [at[0] for at in graphed.graphs.seen] == [xs[3].data_ptr(), xs[4].data_ptr()]
-    assert kinds(2) == kinds(1) == plain
-    assert kinds(0) == kinds(0) == copied  # all are in use
-    assert graphed.captures == 8
-
-
-def test_few_of_the_other_addresses_are_remembered(
-    graphed: Graphed, one_pair: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(graphs_file, "SEEN", 3)
-    w, y, xs = tensor(), tensor(), [tensor() for _ in range(6)]
-    for x in xs:
-        graphed.run([x, w], [y])
-    assert [key[0] for key in graphed.graphs.seen] == [x.data_ptr() for x in xs[3:]]
-
-
-def test_copies_are_a_part_of_the_run(graphed: Graphed, one_pair: None) -> None:
-    """On a stream of its own each run: another one's reads of the same memory come before."""
-    x, w, y = tensor(), tensor(), tensor()
-    graphed.run([x, w], [y])
-    for number in range(3):
-        graphed.fake.on(MAIN + 50 + number)
-        other, result = tensor(), tensor()
-        before = graphed.fake.engine.last
-        assert before is not None
-        assert graphed.run([other, w], [result]) == [
-            ("wait_event", MAIN + 50 + number, before[1]),
-            ("copy", MAIN + 50 + number, graphed.place(0), other.data_ptr(), NBYTES),
-            ("replay", 4 - number % 2),
-            ("copy_", result.data_ptr(), graphed.place(2)),
-            ("record", MAIN + 50 + number, before[1]),
-        ]
-        assert graphed.captures == 4
-        assert {graphed.place(0), graphed.place(2)}.isdisjoint(
-            tensor.data_ptr() for tensor in (x, y, other, result)
-        )
-        assert list(graphed.graphs.through[3].places) == [0, 2]
+    """As layers have that share their code. Nothing is copied."""
+    sets = [([tensor(), tensor()], [tensor()]) for _ in range(5)]
+    for number in range(15):
+        assert graphed.kinds(*sets[number % 5]) == PLAIN
+    assert len(graphed.pairs) == 5
+    monkeypatch.setattr(graphs_file, "MOST", 5)
+    assert graphed.kinds([tensor(), tensor()], [tensor()]) == ["reset"] * 10 + PLAIN
 
 
 def expanded() -> torch.Tensor:
@@ -322,9 +264,10 @@ def expanded() -> torch.Tensor:
     ids=["expanded", "transposed", "expanded-with-gaps"],
 )
 def test_whatever_its_strides_an_input_is_copied_as_it_lies(
-    graphed: Graphed, one_pair: None, make: Any, nbytes: int
+    graphed: Graphed, make: Any, nbytes: int
 ) -> None:
     """torch would refuse to write an expanded place."""
+    graphed.graphs.moved = {0}
     w, y = tensor(), tensor()
     graphed.run([make(), w], [y])
     for _ in range(2):
@@ -333,164 +276,63 @@ def test_whatever_its_strides_an_input_is_copied_as_it_lies(
         if nbytes:
             assert found.pop(0) == ("copy", MAIN, graphed.place(0), other.data_ptr(), nbytes)
         else:
-            assert torch.equal(graphed.graphs.through[3].places[0], other)
-        assert [entry[0] for entry in found] == ["replay", "record"]
+            assert torch.equal(graphed.pairs[0].places[0], other)
+        assert [entry[0] for entry in found] == PLAIN
 
 
-def test_graphs_go_once_their_runs_have_ended(graphed: Graphed, one_pair: None) -> None:
-    """Another tensor that moves is copied from then on, in graphs that are captured anew."""
-    x, w, y = tensor(), tensor(), tensor()
-    graphed.run([x, w], [y])
-    graphed.run([tensor(), w], [y])
-    graphed.fake.engine.synchronize = lambda: log.append(("synchronize",))
-    found = graphed.run([tensor(), w], [tensor()])
-    assert found[:4] == [("synchronize",), ("synchronize",), ("reset", 3), ("reset", 4)]
-    assert [entry[0] for entry in found[4:]] == ["copy", "replay", "copy_", "record"]
-    found = graphed.run([tensor(), w], [tensor()])
-    assert [entry[0] for entry in found] == ["copy", "replay", "copy_", "record"]
-    assert [entry[0] for entry in graphed.run([x, w], [y])] == ["replay", "record"]
-    assert graphed.captures == 6
-
-
-def test_graphs_with_a_backend_copy_what_moves_or_is_another_storage(graphed: Graphed) -> None:
-    """NCCL may have mapped the old one into the peers, where an op of its own uses it."""
-    first_name = graphed.fake.engine.context.plan.program.params[0].name
-    graphed.graphs.single, graphed.graphs.bound, graphed.held = True, {first_name}, None
-    block, w, y = torch.zeros(2 * WIDTH, WIDTH), tensor(), tensor()
-
-    def at(rows: torch.Tensor) -> OnGpu:
-        """A tensor in a storage of its own, at the same address for the same rows."""
-        memory = tensor_at(rows.data_ptr(), NBYTES, block.device)
-        return memory.view(torch.float32).view(WIDTH, WIDTH).as_subclass(OnGpu)
-
-    plain, copied = ["replay", "record"], ["copy", "replay", "record"]
-    first = at(block)
-    for _ in range(3):
-        assert graphed.kinds([first, w], [y]) == plain
-        assert graphed.kinds([first, at(w)], [y]) == plain  # no such op uses it
-    assert graphed.captures == 2
-    del first
-    again = at(block)
-    assert graphed.kinds([again, w], [y]) == ["reset", "reset", *copied]
-    for _ in range(3):
-        assert graphed.kinds([at(block[WIDTH:]), w], [y]) == copied
-    assert graphed.captures == 4
-    other = tensor()
-    assert graphed.kinds([again, other], [y]) == ["reset", "reset", "copy", *copied]
-    for _ in range(2):  # both have moved
-        assert graphed.kinds([again, w], [y]) == ["copy", *copied]
-    assert graphed.captures == 6
-    assert not graphed.graphs.seen
-    with pytest.raises(ExecutorError, match="a CUDA graph cannot read a tensor of the CPU"):
-        graphed.run([torch.zeros(WIDTH, WIDTH), w], [y])
-
-
-def crossing(graphed: Graphed) -> None:
-    """As if the Program put its first input into a peer, and got its output from one."""
-    params = graphed.fake.engine.context.plan.program.params
-    graphed.graphs.crossing = {params[0].name, params[2].name}
-
-
-def another(graphed: Graphed, *tensors: torch.Tensor) -> None:
-    """Memory is freed, and allocated anew at the same address."""
-    numbers = graphed.fake.driver.allocations
-    numbers.update({t.data_ptr(): numbers.get(t.data_ptr(), 1) + 1 for t in tensors})
-
-
-def test_copies_to_peers_are_captured_anew_where_memory_is_another_allocation(
+@pytest.mark.parametrize("graphed", [parse(CACHE)], indirect=True)
+def test_an_input_that_a_program_changes_is_changed_wherever_it_lies(
     graphed: Graphed,
 ) -> None:
-    """A GPU would read at address 0: captured.py, Note [Copies and allocations]."""
-    crossing(graphed)
-    (x, other), w, y = (tensor(), tensor()), tensor(), tensor()
-    for each in (x, other, x, other):
-        assert graphed.kinds([each, w], [y]) == PLAIN
-    assert graphed.captures == 4
-    another(graphed, w)  # which is copied to nobody
-    assert graphed.kinds([x, w], [y]) == PLAIN
-    assert graphed.captures == 4
-    for number in range(3):
-        another(graphed, x)
-        assert graphed.kinds([x, w], [y]) == ["reset", "reset", *PLAIN]
-        assert graphed.captures == 6 + 2 * number
-        assert graphed.kinds([other, w], [y]) == PLAIN
-        assert graphed.kinds([x, w], [y]) == PLAIN
-    another(graphed, y)  # which both pairs use
-    for each in (x, other):
-        assert graphed.kinds([each, w], [y]) == ["reset", "reset", *PLAIN]
-    for _ in range(2):  # into an output of the graphs' own
-        assert graphed.kinds([x, w], None) == PLAIN
+    graphed.graphs.moved = {1}
+    x, cache, y = tensor(), tensor(), tensor()
+    graphed.run([x, cache], [y])
+    for _ in range(2):
+        moved = tensor()
+        found = graphed.run([x, moved], [y])
+        home = graphed.place(1)
+        assert ("copy", MAIN, home, moved.data_ptr(), NBYTES) in found
+        kinds = [entry[0] for entry in found]
+        copied = found.index(("copy_", moved.data_ptr(), home))
+        assert kinds.index("replay") < copied < kinds.index("record")
 
 
-def test_what_is_captured_anew_has_the_memory_of_what_goes(graphed: Graphed) -> None:
-    """The capture of other memory would wait for the device, and so for peers, and empty torch's
-    cache, whereupon still more is captured anew."""
+def test_memory_that_is_another_allocation_is_captured_anew(graphed: Graphed) -> None:
+    """A copy to a peer would read at address 0: captured.py, Note [Copies and allocations]."""
     crossing(graphed)
     x, w, y = tensor(), tensor(), tensor()
-    graphed.run([x, w], [y])
-    another(graphed, x)
-    graphed.fake.engine.synchronize = lambda: log.append(("synchronize",))
-    found = graphed.run([x, w], [y])
-    assert found[:4] == [("synchronize",), ("synchronize",), ("reset", 1), ("reset", 2)]
-    assert graphed.pools == [None, None, 1, 2]
+    for _ in range(2):
+        assert graphed.kinds([x, w], [y]) == PLAIN
+    another(graphed, w)  # which is copied to nobody
+    assert graphed.kinds([x, w], [y]) == PLAIN
+    for moved in (x, y):
+        another(graphed, moved)
+        for resets in (["reset", "reset"], [], []):
+            assert graphed.kinds([x, w], [y]) == [*resets, *PLAIN]
+    assert graphed.captures == 6
 
 
-def test_the_oldest_graphs_make_room_where_their_memory_is_another(
-    graphed: Graphed, one_pair: None
-) -> None:
-    """At once, not only when others come again."""
-    crossing(graphed)
-    x, other, w, y = tensor(), tensor(), tensor(), tensor()
-    graphed.run([x, w], [y])
-    assert graphed.kinds([other, w], [y]) == ["copy", *PLAIN]
-    another(graphed, x)
-    assert graphed.kinds([other, w], [y]) == ["reset", "reset", *PLAIN]
-    assert [at[0] for at in graphed.graphs.at] == [other.data_ptr()]
-    assert graphed.kinds([x, w], [y]) == ["copy", *PLAIN]
-
-
-def test_few_allocations_are_asked_about_in_a_run(
-    graphed: Graphed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each takes the host a microsecond."""
-    crossing(graphed)
-    w, y, xs = tensor(), tensor(), [tensor() for _ in range(graphs_file.MOST + 1)]
+def test_a_tensor_of_the_cpu_is_refused_also_in_later_runs(graphed: Graphed) -> None:
+    graphed.graphs.moved = {0}
+    w, y, xs = tensor(), tensor(), [tensor() for _ in range(3)]
     for x in xs:
         graphed.run([x, w], [y])
-    asked = mock.Mock(side_effect=graphed.fake.driver.buffer_id)
-    monkeypatch.setattr(graphed.fake.driver, "buffer_id", asked)
-    for x in (xs[0], xs[-1]):  # with graphs of its own, and through those for all addresses
-        asked.reset_mock()
-        graphed.run([x, w], [y])
-        assert 1 <= asked.call_count <= 3
+        with pytest.raises(ExecutorError, match="a CUDA graph cannot read a tensor of the CPU"):
+            graphed.run([torch.zeros(WIDTH, WIDTH), w], [y])
 
 
-def test_what_moves_counts_as_moved_also_where_its_memory_is_another(
-    graphed: Graphed, one_pair: None
-) -> None:
-    crossing(graphed)
-    x, w, y, others = tensor(), tensor(), tensor(), [tensor() for _ in range(2)]
-    graphed.run([x, w], [y])
-    graphed.run([x, others[0]], [y])
-    assert list(graphed.graphs.through[3].moved) == [1]
-    another(graphed, x)
-    assert graphed.kinds([x, others[1]], [y]) == ["reset", "reset", *PLAIN]  # in place of the first
-    assert graphed.kinds([x, w], [y]) == ["reset", "reset", "copy", "copy", *PLAIN]
-    assert sorted(graphed.graphs.through[3].moved) == [0, 1]
-
-
-def test_graphs_that_copy_few_bytes_go_where_memory_is_another(much: Graphed) -> None:
-    """Else they would take a place that nothing could have again."""
-    crossing(much)
-    x, y, ws = tensor(), tensor(), [tensor() for _ in range(2)]
-    for w in ws:
-        much.run([x, w], [y])
-    assert (len(much.graphs.near), much.graphs.near[0].moved) == (1, {1})
-    another(much, x)
-    much.run([x, ws[0]], [y])  # the one pair of these addresses
-    assert much.kinds([x, ws[1]], [y]) == ["reset"] * 4 + ["copy", *PLAIN]
-    assert [pair.replaced for pair in much.graphs.near] == [False]
-    assert not much.graphs.at
+def test_graphs_that_go_are_reset_and_their_memory_too(graphed: Graphed) -> None:
+    w = tensor()
+    for _ in range(3):
+        graphed.run([tensor(), w], None)
+    log.clear()
+    held = len(graphed.pairs)
+    graphed.graphs.drop()
+    assert [kind for kind, _ in log] == ["reset"] * 2 * held
+    assert not graphed.graphs.pairs
+    pools = len(graphed.pools)
+    assert graphed.kinds([tensor(), w], None) == PLAIN
+    assert graphed.pools[-1] is not graphed.pools[pools - 1], "whose graphs are gone"
 
 
 SENDS = """
@@ -513,7 +355,7 @@ def test_what_put_and_get_reach_is_told_to_the_graphs() -> None:
 
 
 @pytest.mark.parametrize("wish", [None, "1"])
-def test_ops_of_a_backend_ask_for_one_pair(wish: str | None) -> None:
+def test_ops_of_a_backend_are_captured_unregistered(wish: str | None) -> None:
     of = parse(f"""
 def step(tp: Team[2], x: f32[{WIDTH}], w: f32[{WIDTH}], y: out[f32[{2 * WIDTH}]]):
     main: copy(w, y[0:{WIDTH}])
@@ -526,26 +368,14 @@ def step(tp: Team[2], x: f32[{WIDTH}], w: f32[{WIDTH}], y: out[f32[{2 * WIDTH}]]
         mock.patch.object(torch.cuda, "Stream"),
         fake_engine(program(2), 0) as fake,
     ):
-        assert not graphs_file.Graphs(fake.engine).single
+        graphs_file.Graphs(fake.engine)
         assert os.environ.get("NCCL_GRAPH_REGISTER") == wish
         object.__setattr__(fake.engine.context.plan, "program", of)
         object.__setattr__(fake.engine.context.plan, "turns", {1: QueuePlace("tp", "nccl", 0)})
         made = graphs_file.Graphs(fake.engine)
-        assert made.single
-        assert made.bound == {"x", "y"}
+        assert made.crossing == ({"x", "y"} if wish else set())
         assert made.changed == {"y"}
         assert os.environ["NCCL_GRAPH_REGISTER"] == (wish or "0")
-
-
-def test_with_and_without_outputs_in_turn(graphed: Graphed, one_pair: None) -> None:
-    """Each way has graphs of its own, and results go where they shall."""
-    x, w, y = tensor(), tensor(), tensor()
-    for number in range(6):
-        graphed.kinds([x, w], [y] if number % 2 else None)
-    assert graphed.captures == 4
-    assert [list(pair.moved) for pair in graphed.graphs.through.values()] == [[]]
-    calls = [entry for entry in graphed.captured if entry[0] == "call"]
-    assert y.data_ptr() in calls[-1][4]
 
 
 def test_the_graphs_of_a_turn_use_their_copy_of_slots(
@@ -561,70 +391,6 @@ def test_the_graphs_of_a_turn_use_their_copy_of_slots(
     assert found == [{"slot": Use(0, 0)}, {"slot": Use(1, 0)}]
 
 
-@pytest.mark.parametrize("graphed", [parse(MAKES)], indirect=True)
-def test_a_result_is_written_where_the_caller_gets_it(graphed: Graphed) -> None:
-    """Nothing is copied, and a result that the caller keeps is never written again."""
-    graphs, values = graphed.graphs, graphed.fake.engine.context.values
-    read = lambda: (values.items[values.family("y")[0]],)  # noqa: E731
-    object.__setattr__(graphed.fake.engine.context, "results", read)
-    inputs, made = [tensor(), tensor()], [tensor(), tensor()]
-    for number, captures in ((0, 2), (0, 2), (1, 4), (0, 4)):
-        graphs.new = lambda number=number: [made[number]]
-        assert graphed.kinds(inputs, None) == ["replay", "record"]
-        assert graphed.results[0] is made[number]
-        assert graphed.captures == captures
-    assert not any(graphs.made.values())
-
-
-def test_results_are_those_of_the_turn(graphed: Graphed) -> None:
-    inputs = [tensor(), tensor()]
-    graphed.own = (torch.zeros(1),)
-    graphed.after = (torch.ones(1),)
-    found = [graphed.run(inputs, None) and graphed.results[0].item() for _ in range(4)]
-    assert found == [0, 1, 0, 1]
-
-
-@pytest.mark.parametrize("static", [False, True])
-def test_a_capture_writes_no_result_of_an_earlier_run(graphed: Graphed, static: bool) -> None:
-    """As autograd sees it: what a backward saved stays as it is until the run after next."""
-    context = graphed.fake.engine.context
-    options = dataclasses.replace(context.options, graph=True, static_outputs=static)
-    object.__setattr__(context, "options", options)
-    graphed.own = None
-    w = tensor()
-    graphed.run([tensor(), w], None)
-    (result,) = graphed.results
-    version = result._version
-    graphed.run([tensor(), w], None)
-    assert graphed.captures == 4
-    assert result._version == version
-    assert (result.data_ptr() == graphed.results[0].data_ptr()) is False
-    graphed.run([tensor(), w], None)
-    assert (result.data_ptr() == graphed.results[0].data_ptr()) is static
-
-
-def test_memory_of_the_graphs_is_nobodys_inference(graphed: Graphed, one_pair: None) -> None:
-    w, y = tensor(), tensor()
-    with torch.inference_mode():
-        for _ in range(3):
-            graphed.run([tensor(), w], None)
-    made = [*graphed.graphs.made[0].values(), *graphed.graphs.through[2].places.values()]
-    assert len(made) == 2
-    assert not any(t.is_inference() for t in made)
-    graphed.run([tensor(), w], [y])
-
-
-def test_graphs_that_go_are_reset_and_their_memory_too(graphed: Graphed, one_pair: None) -> None:
-    w = tensor()
-    for _ in range(3):
-        graphed.run([tensor(), w], None)
-    log.clear()
-    graphed.graphs.drop()
-    assert log == [("reset", number) for number in (1, 2, 3, 4)]
-    assert not any((graphed.graphs.made, graphed.graphs.at, graphed.graphs.through))
-    assert [e[0] for e in graphed.run([tensor(), w], None)] == ["replay", "clone", "record"][::2]
-
-
 def test_a_failure_between_two_captures_lets_go_of_the_first(graphed: Graphed) -> None:
     """NCCL would wait for it for as long as somebody keeps the error."""
     watched, binding = graphed.fake.engine.watched, graphed.graphs.bindings[0]
@@ -637,59 +403,9 @@ def test_a_failure_between_two_captures_lets_go_of_the_first(graphed: Graphed) -
     cast("Any", binding).issue = fail
     with pytest.raises(PeerError, match="a peer stopped meanwhile"):
         graphed.run([tensor(), tensor()], [tensor()])
-    assert [entry for entry in log if entry[0] == "reset"] == [("reset", 1), ("reset", 2)]
-    assert not graphed.graphs.at
+    assert [entry for entry in log if entry[0] == "reset"] == [("reset", 1)]
+    assert not graphed.graphs.pairs
     assert len(graphed.pools) == 1  # the second was not begun
-
-
-def test_outputs_of_the_graphs_own_are_made_once_for_each_turn(graphed: Graphed) -> None:
-    w = tensor()
-    for number in range(6):
-        graphed.run([tensor(), w], [tensor()] if number == 3 else None)
-    assert graphed.made == 2
-
-
-@pytest.mark.parametrize("graphed", [parse(CACHE)], indirect=True)
-def test_an_input_that_a_program_changes_is_changed_wherever_it_lies(
-    graphed: Graphed, one_pair: None
-) -> None:
-    x, cache, y = tensor(), tensor(), tensor()
-    graphed.run([x, cache], [y])
-    for _ in range(2):
-        moved = tensor()
-        found = graphed.run([x, moved], [y])
-        home = graphed.place(1)
-        assert ("copy", MAIN, home, moved.data_ptr(), NBYTES) in found
-        kinds = [entry[0] for entry in found]
-        copied = found.index(("copy_", moved.data_ptr(), home))
-        assert kinds.index("replay") < copied < kinds.index("record")
-
-
-def test_results_are_copied_before_the_end_of_the_run(
-    graphed: Graphed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else a run on another stream may write what the copy still reads."""
-
-    def noted(name: str) -> Any:
-        does = getattr(torch.Tensor, name)
-
-        def note(self: torch.Tensor, *args: Any) -> torch.Tensor:
-            log.append((name,))
-            return does(self, *args)
-
-        return note
-
-    for name in ("clone", "copy_"):  # the latter for what has gaps
-        monkeypatch.setattr(torch.Tensor, name, noted(name))
-    graphed.own = (torch.rand(3, 4)[1:, ::2], 7, (torch.rand(2),))
-    inputs = [tensor(), tensor()]
-    for _ in range(2):
-        found = graphed.run(inputs, None)
-        assert [entry[0] for entry in found] == ["replay", "copy_", "clone", "record"]
-        first, number, (inner,) = graphed.results
-        assert torch.equal(first, graphed.own[0])
-        assert torch.equal(inner, graphed.own[2][0])
-        assert number == 7
 
 
 def test_no_graph_is_captured_after_a_failure(graphed: Graphed) -> None:
@@ -715,19 +431,6 @@ def test_a_capture_that_fails_joins_its_streams(graphed: Graphed) -> None:
         ("record", side),
         ("wait_event", CAPTURE),
     ]
-
-
-@pytest.mark.parametrize("copied", [False, True])
-def test_a_tensor_of_the_cpu_is_refused_also_in_later_runs(
-    graphed: Graphed, monkeypatch: pytest.MonkeyPatch, copied: bool
-) -> None:
-    monkeypatch.setattr(graphs_file, "MOST", 1 if copied else 8)
-    monkeypatch.setattr(graphs_file, "MOST_OPS", 1)
-    w, y, xs = tensor(), tensor(), [tensor() for _ in range(3)]
-    for x in xs:
-        graphed.run([x, w], [y])
-    with pytest.raises(ExecutorError, match="a CUDA graph cannot read a tensor of the CPU"):
-        graphed.run([torch.zeros(WIDTH, WIDTH), w], [y])
 
 
 def test_captures_and_the_runs_before_them_are_on_one_thread(graphed: Graphed) -> None:
@@ -894,7 +597,7 @@ def test_a_replay_of_what_lies_where_it_lay_is_a_launch_and_little_else(graphed:
     inputs, out, fake = [tensor(), tensor()], [tensor()], graphed.fake
     graphed.run(inputs, out)
     watched = graphed.fake.engine.watched
-    with mock.patch.object(graphed.graphs, "find", side_effect=AssertionError("the long way")):
+    with mock.patch.object(graphed.graphs, "_capture", side_effect=AssertionError("the long way")):
         for number in (2, 1, 2):
             found = graphed.run(inputs, out)
             assert [entry[:2] for entry in found] == [("replay", number), ("record", MAIN)]
@@ -942,7 +645,7 @@ def test_a_launch_that_fails_ends_its_run(graphed: Graphed, known: bool) -> None
     """Where a peer's failure is known, that is what it failed for."""
     inputs, out = [tensor(), tensor()], [tensor()]
     graphed.run(inputs, out)
-    (pair,) = graphed.graphs.at.values()
+    (pair,) = graphed.pairs
     if known:
         failure = PeerError("a peer stopped")
         watched = graphed.fake.engine.watched

@@ -20,7 +20,7 @@ from interlace.runtime.cuda.graphs import graphs
 from interlace.runtime.cuda.graphs.graphs import Graphs
 from interlace.runtime.cuda.sharing import reaches
 from interlace.runtime.prepare.plan import Plan
-from interlace.runtime.values import DTYPES
+from interlace.runtime.values import DTYPES, new_storage
 from interlace.verify import check
 
 RUNS, TRIES = 6, 25
@@ -71,8 +71,9 @@ class Replays:
         runs = list[list[Entry]]()
         for number in range(RUNS):
             log.clear()
+            context.values.move(new_storage(context.values.nbytes, context.device))
             given = {b.name: zeros(b) for b in context.plan.program.params}
-            graphs.issue(number & 1, given)
+            graphs.issue(number & 1, given, {})
             runs.append([*before, *log, ("record", MAIN, -1 - number, "over")])
             before = []
         return runs

@@ -2,127 +2,135 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 from unittest.mock import Mock
 
-import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from interlace.runtime.cuda.graphs.captured import GraphPair, giver
+from interlace.ir import parse
+from interlace.runtime.cuda.graphs.captured import GraphPair
+from interlace.runtime.prepare.plan import Plan
+from interlace.runtime.run_sizes import RunSizes
+from interlace.runtime.values import ValueTable
+
+RETURNED = """
+def f(x: f32[2, 3], w: f32[2, 3], o: out[f32[2, 3]]):
+    y = empty(f32[4, 6])
+    z = empty(f32[3])
+    main: call("aten.neg.out", x, out=o)
+    main: call("aten.zero_.default", y)
+    main: call("aten.zero_.default", z)
+    return {}
+"""
+CPU = torch.device("cpu")
 
 
-def five() -> list[torch.Tensor]:
-    return [torch.randn(2, 3) for _ in range(5)]
+def replayed(
+    returned: str,
+    results: Callable[[dict[str, torch.Tensor]], tuple[Any, ...]],
+    given: Sequence[torch.Tensor],
+    moved: Collection[int] = (),
+    lent: Collection[int] = range(9),
+) -> tuple[GraphPair, Callable[[Sequence[torch.Tensor]], Any]]:
+    """A pair of a Program that returns this, and its replays; `results` makes what was captured, of
+    the tensors that the graphs have."""
+    program = parse(RETURNED.format(returned))
+    plan = Plan(program, program.instantiate(0), lambda team, asked: asked or "nccl")
+    values = ValueTable(program, plan.box, {}, CPU, RunSizes({}))
+    context: Any = Mock(plan=plan, values=values, device=CPU)
+    context.inputs.names, context.outputs.names = ("x", "w"), ("o",)
+    pair = GraphPair(context, Mock(), given, moved, (), lent)
+    named = dict(zip(("x", "w", "o"), given, strict=False)) | pair.homes | pair.make_places(given)
+    kept.append(named)  # as a pool keeps its memory
+    pair.take_results(results(named), {"o"})
+    pair.launch.append(Mock())
+    return pair, lambda tensors: pair.run(0, 1, tensors)
 
 
-@pytest.mark.parametrize("static", [False, True])
-def test_results_in_the_callers_outputs_are_those_of_each_run(static: bool) -> None:
-    x, y, z, *_ = five()
-    outs = [(1, y), (2, z)]
-    for results, numbers in (((z, y), (2, 1)), ((z,), (2,)), ((y, x), (1,))):
-        give = giver(results, outs, [], [x, y, z] if static else None)
-        given = [x.clone(), y.clone(), z.clone()]
-        for found, number in zip(give(given), numbers, strict=False):
-            assert found is given[number]
+kept: list[Any] = []
 
 
-def test_other_results_are_copies(seed: int) -> None:
+def three() -> list[torch.Tensor]:
+    return [torch.randn(2, 3) for _ in range(3)]
+
+
+def test_results_in_the_callers_tensors_are_those_of_each_run(seed: int) -> None:
+    """Also where these are copied, and views of them, as backward saves both."""
     torch.manual_seed(seed)
-    x, y, z, own, held = five()
-    results = (y, (own, y.view(6), 3), None, x, held)
-    given = [x.clone(), y.clone(), z.clone()]
-    found: Any = giver(results, [(1, y), (2, z)], [held])(given)
-    assert found[0] is given[1]
-    copy, view, number = found[1]
-    assert torch.equal(copy, own)
-    assert copy.data_ptr() != own.data_ptr()
-    assert torch.equal(view, y.view(6))
-    assert view.data_ptr() != y.data_ptr()
-    assert (number, found[2]) == (3, None)
-    assert torch.equal(found[3], x)
-    assert found[3].data_ptr() != x.data_ptr()
-    assert found[4] is held
+    for moved in ((), {1, 2}):
+        text = "o, w, (x[0:1], 3), w.permute(1, 0)"
+        _, run = replayed(
+            text, lambda of: (of["o"], of["w"], (of["x"][:1], 3), of["w"].t()), three(), moved
+        )
+        for given in (three(), three()):
+            found, w, (part, number), turned = run(given)
+            assert found is given[2]
+            assert w is given[1]
+            assert number == 3
+            assert torch.equal(part, given[0][:1])
+            assert torch.equal(turned, given[1].t())
+            assert part.data_ptr() == given[0].data_ptr()
+            assert turned.data_ptr() == given[1].data_ptr()
 
 
-def test_static_results_are_the_graphs_own() -> None:
-    """But not what lies in memory of the caller's, also as a view: that is copied."""
-    x, y, z, own, held = five()
-    results: Any = (own, (x, y), y[:1], z, held)
-    give = giver(results, [(2, z)], [held], [x.view(6), y])
-    given = [x, y, z.clone()]
-    first, (second, third), part, out, kept = give(given)
-    assert (first is own, out is given[2], kept is held) == (True, True, True)
-    for mine, other in ((second, x), (third, y), (part, y[:1])):
-        assert torch.equal(mine, other)
-        assert mine.data_ptr() != other.data_ptr()
-    one = giver((own, z), [], [], [x])
-    assert one([x]) is one([y])
-    assert giver((), [], [], [])([]) == giver((), [], [])([]) == ()
+def test_lent_results_lie_in_memory_of_the_pair(seed: int) -> None:
+    """Each buffer of them once, with all views of it."""
+    torch.manual_seed(seed)
+    text = "y[:, 1:3], (z, y.permute(1, 0)), o"
+
+    def results(of: dict[str, torch.Tensor]) -> tuple[Any, ...]:
+        for name in "yzo":
+            of[name].copy_(torch.randn(of[name].shape))
+        return of["y"][:, 1:3], (of["z"], of["y"].t()), of["o"]
+
+    pair, run = replayed(text, results, three()[:2])
+    first, (second, third), fourth = run(three()[:2])
+    assert torch.equal(first, pair.homes["y"][:, 1:3])
+    assert torch.equal(second, pair.homes["z"])
+    assert torch.equal(third, pair.homes["y"].t())
+    assert torch.equal(fourth, pair.homes["o"])
+    assert first.untyped_storage().data_ptr() == third.untyped_storage().data_ptr()
+    assert (first.stride(), third.stride()) == ((6, 1), (1, 6))
+    assert pair.held(1) == {0, 1, 2}
+    assert pair.held(2) == {*range(9)}, "reads on the first stream may be under way"
+    del second, third
+    assert pair.held(1) == {0, 1, 2}, "y is that of both"
+    del first
+    assert pair.held(1) == {2}
+    part = fourth[1:]
+    del fourth
+    assert pair.held(1) == {2}
+    del part
+    assert not pair.held(1)
 
 
-def test_views_of_outputs_are_not_taken_for_the_outputs() -> None:
-    y, empty = torch.randn(3, 3), torch.empty(0)
-    others = y.permute(1, 0), y.view(torch.int32), y[:2], empty
-    given = torch.full((3, 3), torch.nan), torch.empty(0)
-    for outs, kept in (([(0, y), (1, empty)], []), ([], [y, empty])):
-        found = giver(others, outs, kept)(given)
-        assert not any(mine is tensor for mine in found for tensor in (*given, y, empty))
-        for mine, other in zip(found, others, strict=True):
-            assert torch.equal(mine, other)
-            assert mine.dtype == other.dtype
-            assert mine.stride() == other.stride()
-            assert mine.data_ptr() != other.data_ptr() or not mine.numel()
-
-
-@pytest.mark.parametrize("static", [False, True])
-def test_an_input_that_is_a_result_is_the_callers(static: bool) -> None:
-    """As backward saves them; a view of one is copied."""
-    x, y, *_ = five()
-    none = frozenset[int]()
-    pair = GraphPair([x, y], 2, Mock(), frozenset({1}), none, none, none)
-    tensors = pair.tensors([x, y])
-    pair.keep((*tensors, tensors[0][:1]), tensors, [], static)
-    given = [x, torch.randn(2, 3)]
-    first, second, part = pair.gives[0](given)
-    assert first is x
-    assert second is given[1]
-    assert torch.equal(part, x[:1])
-    assert part.data_ptr() != x.data_ptr()
-
-
-def test_what_is_copied_is_not_kept_alive() -> None:
-    """So that other graphs of the same memory can use it, and the caller's tensors can go."""
-    for static in (False, True):
-        block = torch.randn(4, 4)
-        others = [block] if static else None
-        item, ref = block[1:, ::2], StorageWeakRef(block.untyped_storage())
-        give = giver((item, (item,), block[4:, 1:]), [], [], others)
-        first, (second,), empty = give([])
-        assert torch.equal(first, item)
-        assert torch.equal(second, item)
-        assert (empty.shape, empty.stride()) == ((0, 3), block[4:, 1:].stride())
-        del item, block, others
-        assert ref.expired()
-
-
-@pytest.mark.parametrize("static", [False, True])
-def test_copies_have_the_strides_of_what_they_are_copies_of(static: bool) -> None:
+def test_copied_results_are_of_each_run_and_have_their_strides() -> None:
     """A backward is made for those of what its forward saves, such as a part of a split product."""
-    whole, flat = torch.randn(4, 24), torch.randn(8)
+    y = torch.randn(4, 6)
     items = (
-        whole.split(8, -1)[1],
-        whole.t(),
-        whole[:, :8].t(),
-        flat.expand(4, 8),
-        whole[:, :1].expand(4, 8),
-        flat.unfold(0, 3, 1),
-        flat[:1].expand(4),
-        whole[:0].expand(0, 24),
+        y[:, 2:4],
+        y.t(),
+        y[:, :3].t(),
+        y[0].expand(4, 6),
+        y[:, :1].expand(4, 6),
+        y[0].unfold(0, 3, 1),
+        y[:0],
     )
-    for given in giver(items, [], [], [whole, flat] if static else None)([]), items:
-        for found, item in zip(given, items, strict=True):
-            assert torch.equal(found, item)
-            assert (found.stride(), found.is_contiguous()) == (item.stride(), item.is_contiguous())
-    found = giver(items, [], [], None)([])
-    assert not {t.data_ptr() for t in found[:-1]} & {t.data_ptr() for t in (*items, whole, flat)}
+    pair, run = replayed(", ".join(["y"] * len(items)), lambda of: items, three(), lent=())
+    for found, item in zip(run(three()), items, strict=True):
+        assert torch.equal(found, item)
+        assert (found.stride(), found.is_contiguous()) == (item.stride(), item.is_contiguous())
+        assert found.data_ptr() != item.data_ptr() or not item.numel()
+    assert not pair.homes
+    assert not pair.held(1)
+    assert not pair.held(2)
+
+
+def test_each_run_hands_out_other_tensors_with_versions_of_their_own() -> None:
+    """As autograd sees it: what a backward saved stays as it is."""
+    _, run = replayed("z, z[0:2]", lambda of: (of["z"], of["z"][:2]), three())
+    (first, part), (second, _) = run(three()), run(three())
+    assert first is not second
+    first.add_(1)
+    assert (first._version, part._version, second._version) == (1, 0, 0)

@@ -34,7 +34,7 @@ from interlace.frontend.dynamo import (
 )
 from interlace.frontend.importing.exchanges import KnownPlaces
 from interlace.frontend.importing.grouped import equal_groups
-from interlace.frontend.importing.nodes import label
+from interlace.frontend.importing.nodes import is_state, label
 from interlace.frontend.importing.symbols import symbolic_sizes
 from interlace.frontend.importing.types import device_of
 from interlace.frontend.partition import Partition
@@ -206,6 +206,7 @@ class Backend:
             GraphOrigin.of(gm),
             (*self._meshes, *meshes_in(example_inputs)),
             tuple(label(source) if source else "" for source in sources),
+            frozenset(i for i, source in enumerate(sources) if source and is_state(source)),
             device_of(example_inputs),
             places=self._places,
             watch=self.watch,

@@ -174,6 +174,7 @@ def bind(
         options=options,
         host=imported.host,
         operators=others(graph),  # of this process's own graph
+        graph_use=imported.graph_use,
     )
     try:
         executor.prepare()

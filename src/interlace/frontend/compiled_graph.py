@@ -32,6 +32,7 @@ from interlace.frontend.dynamo import GraphOrigin
 from interlace.frontend.importing.exchanges import GraphPlaces, KnownPlaces, communications
 from interlace.frontend.importing.importer import import_graph
 from interlace.frontend.importing.nodes import (
+    comes_anywhere,
     complete,
     draws_random_numbers,
     location,
@@ -39,8 +40,10 @@ from interlace.frontend.importing.nodes import (
 )
 from interlace.frontend.importing.symbols import Symbols, pin
 from interlace.frontend.teams import Teams
+from interlace.ir import View
 from interlace.options import Options
 from interlace.runtime.calling.regions import compile_symbolic
+from interlace.runtime.engine import GraphUse
 from interlace.torch_private import DisableAutocast, is_any_autocast_enabled
 from interlace.torch_private.dynamo import boxed_nop
 
@@ -75,6 +78,8 @@ class Setting:
     meshes: tuple[DeviceMesh, ...] = ()
     labels: tuple[str, ...] = ()
     """The user's names of the arguments."""
+    state: frozenset[int] = frozenset()
+    """Positions of the arguments that are parameters and buffers."""
     device: str = "cpu"
     forwards: Forwards = field(default_factory=Forwards, compare=False)
     places: KnownPlaces = field(default_factory=KnownPlaces, compare=False)
@@ -105,9 +110,10 @@ class CompiledGraph:
         self.graph = gm.graph
         self._gm = gm
         self._places = GraphPlaces(gm.graph, setting.places, kind)
-        if kind == "backward" and any(communications(gm.graph)):
+        if kind == "backward":
             places = gm.graph.find_nodes(op="placeholder")
             setting.forwards.num_saved = sum("tangents" not in str(n.target) for n in places)
+            setting.forwards.are_counted = any(communications(gm.graph))
         self._unscheduled, self._captured = "", 0
         self._single = ""
         """Why each Program of a graph with symbols is for one size alone; empty: for classes."""
@@ -278,4 +284,21 @@ class CompiledGraph:
             sizes=symbols,
             boxed=self.kind == "backward" and not self.setting.options.graph,
         )
-        return found, teams
+        return replace(found, graph_use=self._graph_use(found)), teams
+
+    def _graph_use(self, imported: Imported) -> GraphUse:
+        """Facts for CUDA graphs: parameters stay, and what forward saves, but for inputs."""
+        forwards, state = self.setting.forwards, self.setting.state
+        places = self.graph.find_nodes(op="placeholder")
+        names = [buffer.name for buffer in imported.program.params]
+        pairs = zip(names, imported.inputs, strict=False)
+        moving = {name for name, position in pairs if comes_anywhere(places[position], state)}
+        if self.kind == "backward":
+            moving |= {name for name, moves in zip(names, forwards.saved_inputs) if moves}  # noqa: B905
+        if self.kind != "forward":
+            return GraphUse(frozenset(moving))
+        outputs = imported.outputs[len(imported.outputs) - forwards.num_saved :]
+        saved = [number for number in outputs if isinstance(number, int)]
+        args = [imported.program.returned()[number] for number in saved]
+        forwards.saved_inputs = [arg.buffer in moving for arg in args if isinstance(arg, View)]
+        return GraphUse(frozenset(moving), frozenset(saved))

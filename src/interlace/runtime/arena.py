@@ -1,6 +1,7 @@
 """The memory of temporaries: one arena of the process for each device, shared by all Executors.
+(Captured graphs have theirs in the pool of graphs.)
 
-    arena = arena_for(device, graph=False, teams=())
+    arena = arena_of(device)
     arena.hold(nbytes)                  # an Executor was prepared that needs so many bytes
     arena.enter(values)                 # a run begins: its table has views of memory of its own
     arena.leave(values)                 # it has been issued
@@ -17,23 +18,17 @@ Note [When an arena is replaced]
     the storage. The old one is emptied at once, so views that idle Executors have of it keep
     nothing alive. A table whose views are of another storage than the arena's makes them anew when
     its next run begins.
-
-Note [Arenas of graphs]
-    A captured graph has addresses in it, so what a graph was captured in stays as it is until its
-    Executor goes (`fixed`): a larger Program gets larger memory, and smaller ones that come later
-    share that. Executors with graphs share memory where they have a team in common, whose runs have
-    an order on the host and on the device; one without teams has its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 
-from interlace.runtime.values import ValueTable
+from interlace.runtime.values import ValueTable, new_storage
 
 Last = tuple[int, Any, Any]
 """A run on a GPU: its stream, the event of its end, and the `Marks` that have the event."""
@@ -44,7 +39,7 @@ class Arena:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.storage = self._new(0)
+        self.storage = new_storage(0, device)
         self.last: Last | None = None
         """The last run that had the memory, on a GPU."""
         self._needs: list[int] = []
@@ -78,7 +73,7 @@ class Arena:
                     self._fit(values)
                 return
             self._user.clear()
-        values.move(self._new(values.nbytes))
+        values.move(new_storage(values.nbytes, self.device))
 
     def leave(self, values: ValueTable, last: Last | None = None) -> None:
         """A run has been issued: others may use its memory after it."""
@@ -86,17 +81,11 @@ class Arena:
             self.last = last
             self._user.clear()
         else:
-            values.move(self._new(0))
-
-    def fixed(self, nbytes: int) -> torch.UntypedStorage:
-        """Memory for graphs, which stays as it is: Note [Arenas of graphs]."""
-        if self.storage.nbytes() < nbytes:
-            self.storage = self._new(nbytes)
-        return self.storage
+            values.move(new_storage(0, self.device))
 
     def abandon(self) -> None:
         """Leaves the memory to a run that may never end."""
-        self.storage, self.last = self._new(0), None
+        self.storage, self.last = new_storage(0, self.device), None
 
     def _fit(self, values: ValueTable) -> None:
         """Gives a run the memory, which is replaced where it does not fit all needs."""
@@ -117,20 +106,10 @@ class Arena:
 
     def _replace(self, nbytes: int) -> None:
         self.storage.resize_(0)
-        self.storage = self._new(nbytes)
-
-    def _new(self, nbytes: int) -> torch.UntypedStorage:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
+        self.storage = new_storage(nbytes, self.device)
 
 
 @cache
-def arena_of(device: torch.device, team: str = "") -> Arena:
-    """The arena of a device, or that of the graphs of a team, by the team's key."""
+def arena_of(device: torch.device) -> Arena:
+    """The arena of a device."""
     return Arena(device)
-
-
-def arena_for(device: torch.device, graph: bool, teams: Sequence[str]) -> Arena:
-    """The arena of an Executor in these teams, by their keys: Note [Arenas of graphs]."""
-    if not graph:
-        return arena_of(device)
-    return arena_of(device, min(teams)) if teams else Arena(device)

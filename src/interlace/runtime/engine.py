@@ -85,6 +85,16 @@ class ShareRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphUse:
+    """Facts about a Program's caller that CUDA graphs go by."""
+
+    moving: frozenset[str] = frozenset()
+    """Inputs that come at any address. The others, as Parameters do, stay where they are."""
+    saved: frozenset[int] = frozenset()
+    """Results, by number, that the caller keeps beyond the next runs, as for a backward."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineContext:
     plan: Plan
     values: ValueTable
@@ -99,6 +109,7 @@ class EngineContext:
     results: Results
     label: RunLabel
     arena: Arena
+    graph_use: GraphUse = field(default_factory=GraphUse)
 
     def check(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None) -> None:
         """Raises for tensors that are not what a run takes."""

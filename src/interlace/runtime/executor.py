@@ -37,12 +37,13 @@ from interlace.ir.sizes import FIXED, named, settled
 from interlace.ir.types import Member
 from interlace.ir.validate import refuse_others
 from interlace.options import BACKENDS, Options
-from interlace.runtime.arena import arena_for
+from interlace.runtime.arena import arena_of
 from interlace.runtime.calling.calls import Outputs, reader_of
 from interlace.runtime.engine import (
     BeforeOp,
     Engine,
     EngineContext,
+    GraphUse,
     ShareRequest,
     TeamResources,
     engine_for,
@@ -164,6 +165,7 @@ class Executor:
         before_op: BeforeOp | None = None,
         host: Collection[str] = (),
         operators: Collection[str] = (),
+        graph_use: GraphUse | None = None,
     ) -> None:
         """`groups` has a process group for each team of the Program that this rank is in.
 
@@ -171,6 +173,7 @@ class Executor:
         operators may touch them.
         `operators` names operators, or namespaces of them, that the Program may call although they
         are not torch's own; a schedule from a file is a stranger's.
+        `graph_use` says what CUDA graphs, with the option `graph`, may rely on.
         `before_op(rank, index, op)` is called before each op, on the op's stream, for tests.
         """
         self.program = program
@@ -183,6 +186,7 @@ class Executor:
         self.before_op = before_op
         self.host = frozenset(host)
         self._operators = frozenset(operators)
+        self._graph_use = graph_use or GraphUse()
         self.limit_s = limit_s(self.options.timeout_s, self._groups.values())
         self._teams: dict[str, TeamComm] = {}
         self._lock: Any = threading.RLock()
@@ -253,9 +257,8 @@ class Executor:
                 with settled(self.sizes):
                     self._shared, self._backends = self._engine_class.share(request), pairs
                     _, nbytes = laid_out(plan.buffers)
-                keys = [team.key for team in teams]
-                arena = self._arena = arena_for(self.device, self.options.graph, keys)
-                if nbytes:
+                arena = self._arena = arena_of(self.device)
+                if nbytes and not self.options.graph:
                     arena.hold(nbytes)
                     self._kept.shared.callback(arena.let_go, nbytes)
                 self._bind(self.sizes.values)
@@ -364,6 +367,7 @@ class Executor:
             results=reader_of(program.returned(), plan, values),
             label=label,
             arena=self._arena,
+            graph_use=self._graph_use,
         )
 
     def run(

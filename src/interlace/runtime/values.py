@@ -100,6 +100,11 @@ def maker(box: ir.Box, device: torch.device) -> Callable[[], torch.Tensor]:
     return lambda: quick(sizes, strides, dtype) if current() == index else slow()
 
 
+def new_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """Memory that torch allocates."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+
+
 def laid_out(buffers: Mapping[str, ir.Buffer]) -> tuple[dict[str, int], int]:
     """Where the storage of every local buffer begins in one arena, and the bytes of the arena."""
     sizes: dict[tuple[bool, str], int] = {}
@@ -168,7 +173,7 @@ class ValueTable:
         self._template: list[Any] = []
         self._starts, self.nbytes = laid_out(self._buffers)
         """Where local buffers begin in the arena, and the bytes of it that a run needs at most."""
-        self.arena = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        self.arena = new_storage(0, device)
         """The memory that places of local buffers have views of: none at first."""
         self._base = 0
         self._temporaries: dict[int, tuple[int, ir.Box]] = {}

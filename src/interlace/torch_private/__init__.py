@@ -128,6 +128,15 @@ def storage_at(address: int, device: torch.device, nbytes: int) -> Any:
     return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
 
 
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+"""Tensors that have a storage, and its Python object: who else holds results of a CUDA graph."""
+
+
+def storage_behind(pointer: int) -> torch.UntypedStorage | None:
+    """The storage of a `StorageWeakRef`, if there still is one."""
+    return torch.UntypedStorage._new_with_weak_ptr(pointer)
+
+
 def cuda_sleep(cycles: int) -> None:
     """Keeps the current stream busy for a number of cycles."""
     torch.cuda._sleep(cycles)

@@ -88,10 +88,11 @@ def meet(backend: Any, device: torch.device, timeout_s: float) -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def leave_unregistered() -> None:
-    """Has NCCL map nothing of what graphs captured later use, unless the environment says so: Note
-    [NCCL and addresses] in graphs.py. NCCL reads it once, as a rule before its first capture."""
-    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+def leave_unregistered() -> bool:
+    """Has NCCL map nothing of what graphs captured later use; False where the environment says
+    otherwise: Note [NCCL and addresses] in graphs.py. NCCL reads it once, as a rule before its
+    first capture."""
+    return os.environ.setdefault("NCCL_GRAPH_REGISTER", "0") == "0"
 
 
 class StreamWait(BoundedWait):

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from interlace.ir import Program
+from interlace.runtime.engine import GraphUse
 from interlace.runtime.values import resolved
 from interlace.torch_private.distributed import AsyncCollectiveTensor, functional
 
@@ -58,6 +59,9 @@ class Imported:
     """Inputs that may come conjugated or negated only by a mark, which an Executor refuses."""
     awaited: tuple[int, ...] = ()
     """Inputs that the graph waits for: a caller's collective may be at them."""
+
+    graph_use: GraphUse = field(default_factory=GraphUse)
+    """Facts for CUDA graphs."""
 
     symbols: Mapping[str, str] = field(default_factory=dict[str, str])
     """TorchDynamo's symbol for each named size of the Program."""

@@ -27,9 +27,14 @@ class Forwards:
     """The forward passes of one compilation, by what they saved."""
 
     def __init__(self) -> None:
-        self.num_saved: int | None = None
+        self.num_saved = 0
         """Number of values that backward takes from a forward: the last of its results, the first
-        of backward's arguments. None if backward does not communicate: no pass need be known."""
+        of backward's arguments."""
+        self.saved_inputs: Sequence[bool] = ()
+        """For each tensor among these, true if it is an input of forward, or a view of one, that
+        lies elsewhere in each call."""
+        self.are_counted = False
+        """True if backward communicates; else no pass need be known."""
         self._number = self._resets = 0
         self._numbers: dict[frozenset[int], tuple[int, list[StorageWeakRef]]] = {}
         """Numbers of passes, with what tells that their storages live: it keeps their addresses
@@ -37,7 +42,7 @@ class Forwards:
 
     def note(self, results: Sequence[object]) -> None:
         """A forward pass was run."""
-        if self.num_saved is None:
+        if not self.are_counted:
             return
         if (resets := num_resets()) != self._resets:  # ranks may have counted apart until then
             self._resets, self._number, self._numbers = resets, 0, {}
@@ -51,7 +56,7 @@ class Forwards:
     def origin(self, args: Sequence[object]) -> str | None:
         """The name of the forward pass that saved these arguments; empty where it is not known,
         None where it need not be."""
-        if self.num_saved is None:
+        if not self.are_counted:
             return None
         key = frozenset([storage._cdata for storage in _storages(args[: self.num_saved])])
         number, storages = self._numbers.get(key, (-MOST, []))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,15 +191,29 @@ def parameter_name(node: fx.Node, labels: Sequence[str]) -> str:
     `labels` are the names of the arguments that the graph had before AOTAutograd took it apart,
     which says of a placeholder what position it had there, or which parameter it was.
     """
-    desc: Any = node.meta.get("desc")
-    while hasattr(desc, "base"):
-        desc = desc.base
+    desc = argument_of(node)
     if hasattr(desc, "target"):
         return str(desc.target).replace(".", "_")
     index = getattr(desc, "idx", None) if type(desc).__name__ == "PlainAOTInput" else None
     if isinstance(index, int) and index < len(labels):
         return labels[index] or node.name
     return node.name
+
+
+def argument_of(node: fx.Node) -> Any:
+    """AOTAutograd's description of the argument that a placeholder is, or is a part of; None where
+    forward saves it for backward."""
+    desc: Any = node.meta.get("desc")
+    while hasattr(desc, "base"):
+        desc = desc.base
+    return desc
+
+
+def comes_anywhere(node: fx.Node, state: Collection[int]) -> bool:
+    """True if an argument has other memory in each call: no parameter, none of the arguments
+    `state` before AOTAutograd, and nothing that forward saves."""
+    desc = argument_of(node)
+    return not (desc is None or hasattr(desc, "target") or getattr(desc, "idx", None) in state)
 
 
 def is_state(source: str) -> bool:

@@ -45,6 +45,7 @@ from interlace.frontend.calling.arguments import Imported
 from interlace.frontend.compiled_graph import MOST_CAPTURED
 from interlace.nn.parallel.serial import LinearLayer, name_of, serial
 from interlace.options import Options
+from interlace.runtime.engine import GraphUse
 from interlace.runtime.prepare.agreement import numbers_of_ranks
 
 
@@ -90,8 +91,11 @@ class Programs:
             options = dataclasses.replace(options, graph=False, static_outputs=False)
         assert program.results is not None
         inputs, results = len(program.params), len(program.results)
+        moving = frozenset(b.name for b in program.params if b.name[0] not in "wb")
         imported = Imported(
-            program, tuple(range(inputs)), (), tuple(range(results)), symbols=symbols
+            *(program, tuple(range(inputs)), (), tuple(range(results))),
+            symbols=symbols,
+            graph_use=GraphUse(moving),
         )
         kind = "forward" if self._layer.wanted is None else "backward"
         facts = arguments(self._layer, rows)

@@ -342,8 +342,7 @@ class Binding:
         self.main = Lane(mine)
         alone = context.options.in_order
         self.lanes = {
-            name: self.main if alone or name == mine else Lane.own(name, context.device)
-            for name in names
+            name: self.main if alone or name == mine else self.side(name) for name in names
         }
         self.sides = [lane for lane in self.lanes.values() if lane is not self.main]
         self.aside = self.sides[0] if self.sides else self.main
@@ -352,6 +351,10 @@ class Binding:
         self.steps: list[Thunk] = self._bind()
         self._ends = [(lane, driver.event()) for lane in self.sides]
         self._counted = [space for space in spaces.values() if space.uses]
+
+    def side(self, name: str) -> Lane:
+        """A stream beside the caller's."""
+        return Lane.own(name, self.context.device)
 
     def take(self, team: str, lane: Lane) -> Thunk | None:
         """Makes a stream wait until all ranks have ended the run before the last."""

@@ -139,11 +139,9 @@ class CudaEngine(Engine):
                 self.graphs = Graphs(self)
 
     def _lay_out(self) -> None:
-        """Has temporaries in the arena; those of graphs stay where they are now."""
+        """Has temporaries in the arena, but for those of graphs."""
         arena, values = self.context.arena, self.context.values
-        if values.nbytes and self.context.options.graph:
-            values.move(arena.fixed(values.nbytes))
-        elif values.nbytes:
+        if values.nbytes and not self.context.options.graph:
             self._arena, stream = arena, self._raw_stream(self._index)
             _, over = self.marks.of(0)
             arena.enter(values, stream, lambda last: last[2].done(last[1]))
@@ -195,38 +193,20 @@ class CudaEngine(Engine):
         if self._under_way:
             raise self.nested()
         changed = self.changes.of(inputs, out) if self.changes.always or out is not None else None
-        driver, graphs, pair, turn = self.driver, self.graphs, None, 0
+        graphs = self.graphs
         if self._teams:
             self._enter()
         try:
-            given = inputs if out is None else (*inputs, *out)
             if graphs is not None and self.warm:
-                if graphs.results and out is None:
-                    made = graphs.new()
-                    given = (*inputs, *made)
-                    at = at and (*at, *[tensor.data_ptr() for tensor in made])
-                pair = graphs.at.get(at)
-                if pair is None or (pair.crossing and pair.replaced):
-                    pair = graphs.find(given, len(inputs))
-                turn = graphs.turn(pair)
+                return self._replay(graphs, inputs, out, at)
             stream, begin, over = self._begin()
             try:
-                if pair is None:
-                    results = self._issue_ops(inputs, out, stream, begin, boxed)
-                else:
-                    if self.watches:
-                        driver.record(stream, begin)
-                    if pair.moves:
-                        pair.bring(stream, given)
-                    pair.launch[turn](stream)
-                    if pair.moves:
-                        pair.take(given)
-                    results = pair.gives[turn](given)
+                results = self._issue_ops(inputs, out, stream, begin, boxed)
             except BaseException as error:
                 self._abandon(error, stream, over)
                 raise
             self._leave(stream, over)
-            if pair is None and self._used:
+            if self._used:
                 self._tell_peers(stream, over)
             return results
         except BackendError as error:
@@ -239,6 +219,29 @@ class CudaEngine(Engine):
             if changed is not None:
                 increment_version(changed)
             self.watched.issuing = False
+
+    def _replay(
+        self,
+        graphs: Graphs,
+        inputs: Sequence[torch.Tensor],
+        out: Sequence[torch.Tensor] | None,
+        at: Any,
+    ) -> Outputs:
+        """Replays a graph. `at` are the addresses of the tensors, where `admit` looked at them."""
+        given = inputs if out is None else (*inputs, *out)
+        at = at or tuple([tensor.data_ptr() for tensor in given])
+        pair = graphs.find(given, at, self._raw_stream(self._index))
+        turn = graphs.turn()
+        stream, begin, over = self._begin()
+        try:
+            if self.watches:
+                self.driver.record(stream, begin)
+            results = pair.run(turn, stream, given)
+        except BaseException as error:
+            self._abandon(error, stream, over)
+            raise
+        self._leave(stream, over)
+        return results
 
     def turn(self, at: Sequence[int]) -> None:
         with torch.cuda.device(self.device):  # which kernels are loaded on

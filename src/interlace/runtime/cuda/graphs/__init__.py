@@ -1,6 +1,6 @@
 """The ops of a Program captured in CUDA graphs.
 
-graphs.py           the graphs of an engine, one for each set of addresses
+graphs.py           the graphs of an engine, a pair for each set of Parameters
 captured.py         one pair of graphs: what is copied in and out, and where its results lie
 warm_up.py          the run before the first capture, and the thread of both
 """

@@ -1,14 +1,19 @@
 """A Program in two CUDA graphs, which read and write at the addresses that they were captured with.
 
-captured = GraphPair(given, num_inputs, driver, moved, written, bound, crossing)
-tensors = captured.tensors(given)                              # what is to be captured
-captured.keep(results, tensors, kept, static)                  # once for each of its `graphs`
-captured.bring(stream, given)                                  # before a replay, where it `moves`,
-captured.take(given)                                           # and after it
-captured.gives[turn](given)                                    # its results
+    pair = GraphPair(context, driver, given, moved, crossing, lent)
+    places = pair.make_places(given)         # in the capture of the first of its graphs
+    pair.take_results(results, written)      # of each
+    pair.fits(given), pair.held(stream)      # before a replay
+    outputs = pair.run(turn, stream, given)
 
-No tensor of the caller's is kept alive, so between runs its memory is free for others: a graph is
-replayed with tensors that lie at its addresses, and these are what it reads.
+Note [Where results lie]
+    Results that a pair lends (`lent`) lie in memory of its own, outside of the graphs' pool: there
+    another graph would write them with its temporaries. What the Program allocates for such a
+    result is that memory; what a Call makes is copied there at the end of the graph. Each run hands
+    out new tensors of it. While one of them is referenced, by whatever view, the pair is not
+    replayed: the number of references to each storage tells (`held`). Graphs cannot be given other
+    addresses, so there is a further pair then. The other results are copied behind each replay. A
+    result that is an input, or a view of one, is made of the tensor that the caller gave.
 
 Note [Copies and allocations]
     A graph's copy between two GPUs keeps the allocation and not only the address. Once that is
@@ -17,15 +22,13 @@ Note [Copies and allocations]
     CUDA_ERROR_LAUNCH_FAILED), or ends by SIGSEGV. Copies within a GPU and kernels go by the address
     alone, and memory of expandable segments that is mapped anew is the same allocation and copied
     as ever (H100, driver 580, CUDA 13.0). So of the caller's tensors that Put and Get read or write
-    each replay asks for the allocation's number, which takes the host 0.7 us a tensor. Where that
-    is another, the tensor does not lie where the graphs have it.
+    each replay asks for the allocation's number, which takes the host 0.7 us a tensor.
 """
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -33,13 +36,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.memory import tensor_at
-from interlace.ir import Call, Program
+from interlace.ir import Call, Program, View, views_in
 from interlace.ir.operators import facts_of
+from interlace.ir.ops import Arg
 from interlace.runtime.calling.calls import Outputs
-from interlace.runtime.values import copier, once
+from interlace.runtime.engine import EngineContext
+from interlace.runtime.values import copier, derive, maker, once, whole
+from interlace.torch_private import storage_behind, storage_use_count
 
-Give = Callable[[Sequence[torch.Tensor]], Outputs]
-"""The results of a replay, of the tensors that it was given."""
+Give = Callable[[Sequence[torch.Tensor]], Any]
+"""One result of a replay, of the tensors that it was given."""
 Launch = Callable[[int], None]
 """Launches a graph on a stream, the caller's current one."""
 
@@ -59,6 +65,15 @@ def launcher(program: Program, driver: Driver) -> Callable[[torch.cuda.CUDAGraph
     return (lambda graph: lambda _: graph.replay()) if may_draw(program) else driver.launcher
 
 
+def by_address(item: torch.Tensor) -> torch.Tensor:
+    """The tensor, in memory that is known by its address alone."""
+    storage = item.untyped_storage()
+    with torch.inference_mode(False):
+        raw = tensor_at(storage.data_ptr(), storage.nbytes(), item.device).untyped_storage()
+        empty = torch.empty(0, dtype=item.dtype, device=item.device)
+        return empty.set_(raw, item.storage_offset(), item.shape, item.stride())  # pyright: ignore
+
+
 def _in_one_piece(tensor: torch.Tensor) -> int:
     """The bytes of a tensor's memory; 0 where it is not all the tensor's."""
     each = once(tensor)
@@ -67,199 +82,158 @@ def _in_one_piece(tensor: torch.Tensor) -> int:
     return span * tensor.itemsize if span == each.numel() else 0
 
 
-def giver(
-    results: Outputs,
-    outs: Sequence[tuple[int, torch.Tensor]],
-    kept: Sequence[torch.Tensor],
-    others: Sequence[torch.Tensor] | None = None,
-) -> Give:
-    """The results of a replay: the caller's tensors, by number, that are whole results (`outs`,
-    inputs among them); what is `kept`; and copies of the rest, which no replay writes again. With
-    `others`, what lies in none of these is given as it is."""
-    storages = None if others is None else {t.untyped_storage().data_ptr() for t in others}
-    gives = [_give(item, outs, kept, storages) for item in results]
-    if gives and all(isinstance(give, operator.itemgetter) for give in gives):
-        places = [_place(item, outs) for item in results]
-        return operator.itemgetter(*places) if len(places) > 1 else lambda given: (gives[0](given),)
-    if all(isinstance(give, functools.partial) for give in gives):
-        same = tuple(results)
-        return lambda given: same
-    return lambda given: tuple([give(given) for give in gives])
-
-
-def _same(item: Any, given: Sequence[torch.Tensor]) -> Any:
-    return item
-
-
-def _place(item: Any, outs: Sequence[tuple[int, torch.Tensor]]) -> int | None:
-    """The number of the caller's tensor that a result is: no view of other strides or type."""
-    for index, tensor in outs:
-        alike = item.shape == tensor.shape and item.stride() == tensor.stride()
-        if alike and item.dtype == tensor.dtype and item.data_ptr() == tensor.data_ptr():
-            return index
-    return None
-
-
-def _give(
-    item: Any,
-    outs: Sequence[tuple[int, torch.Tensor]],
-    kept: Sequence[torch.Tensor],
-    storages: set[int] | None,
-) -> Callable[[Sequence[torch.Tensor]], Any]:
-    """Returns a function that makes one result, of the tensors that a replay is given.
-
-    A copy is made from memory that the result does not own: other graphs of the same pool can use
-    it, and so can others where it is the caller's.
-    """
-    if isinstance(item, tuple):
-        parts = [_give(part, outs, kept, storages) for part in item]
-        return lambda given: tuple([part(given) for part in parts])
-    if not isinstance(item, torch.Tensor):
-        return functools.partial(_same, item)
-    made = torch.empty(0, dtype=item.dtype, device=item.device)
-    if not item.numel():
-        copy = copier(made.new_empty_strided(item.shape, item.stride()))
-        return lambda given: copy()
-    if any(item is tensor for tensor in kept):
-        return functools.partial(_same, item)
-    if (place := _place(item, outs)) is not None:
-        return operator.itemgetter(place)
-    storage = item.untyped_storage()
-    if storages is not None and storage.data_ptr() not in storages:
-        return functools.partial(_same, item)
-    raw = tensor_at(storage.data_ptr(), storage.nbytes(), item.device).untyped_storage()
-    copy = copier(made.set_(raw, item.storage_offset(), item.shape, item.stride()))  # pyright: ignore
-    return lambda given: copy()
-
-
-def _bytes_beside(results: Outputs, others: Sequence[torch.Tensor]) -> int:
-    """The bytes of what results lie in, but for the memory of other tensors."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in others}
-    found = {
-        storage.data_ptr(): storage.nbytes()
-        for item in results
-        if isinstance(item, torch.Tensor)
-        and (storage := item.untyped_storage()).data_ptr() not in known
-    }
-    return sum(found.values())
+def _storage(tensor: torch.Tensor) -> tuple[StorageWeakRef, int]:
+    """The storage of a tensor, and the bytes in it before the tensor."""
+    storage = tensor.untyped_storage()
+    return StorageWeakRef(storage), tensor.data_ptr() - storage.data_ptr()
 
 
 class GraphPair:
-    """Both graphs, what is copied into and out of them, and what gives their results."""
+    """Two graphs, what is copied into and out of them, and the memory of the results they lend."""
 
     def __init__(
         self,
-        given: Sequence[torch.Tensor],
-        num_inputs: int,
+        context: EngineContext,
         driver: Driver,
-        moved: frozenset[int],
-        written: frozenset[int],
-        bound: frozenset[int],
-        crossing: frozenset[int],
+        given: Sequence[torch.Tensor],
+        moved: Collection[int],
+        crossing: Collection[str],
+        lent: Collection[int],
     ) -> None:
-        """`moved` are the numbers of the tensors that come at any address and have places of their
-        own, `written` of those that the Program changes, `bound` of those whose storage counts
-        (Note [NCCL and addresses]), `crossing` of those that Put and Get read or write."""
-        self._driver = driver
-        self.graphs: list[torch.cuda.CUDAGraph] = []
-        self.launch: list[Launch] = []
-        self.gives: list[Give] = []
-        """The results of a replay, by graph: the caller's tensors, or what no replay writes."""
-        self.used = 0
-        self.own = 0
-        """Bytes of results that a graph of these keeps, at most."""
-        self.moved, self.moves = moved, bool(moved)
-        self.addresses = [tensor.data_ptr() for tensor in given]
-        """Where the tensors lay when the graphs were captured."""
-        self._still = [
-            (i, t.data_ptr(), StorageWeakRef(t.untyped_storage()) if i in bound else None)
-            for i, t in enumerate(given)
-            if i not in moved
-        ]
-        self.crossing = {
-            i: driver.buffer_id(self.addresses[i]) for i in crossing - moved if given[i].numel()
+        """`moved` are the numbers of the caller's tensors that come at any address, `crossing` the
+        buffers that Put and Get read or write, `lent` the numbers of the lent results."""
+        self._context, self._driver, self._lent = context, driver, lent
+        self._num_inputs = len(context.inputs.names)
+        names = (*context.inputs.names, *context.outputs.names)[: len(given)]
+        self._numbers = {name: number for number, name in enumerate(names)}
+        full = {name: i for name, i in self._numbers.items() if given[i].numel()}
+        self.moved = {name: i for name, i in full.items() if i in moved}
+        still = {name: i for name, i in full.items() if i not in moved}
+        self._still = {i: (given[i].data_ptr(), _storage(given[i])) for i in still.values()}
+        """Address and storage of each tensor that is read where it lies, by number."""
+        self._crossing = {
+            i: driver.buffer_id(given[i].data_ptr())
+            for name, i in still.items()
+            if name in crossing
         }
         """Number of the allocation that copies of the graphs are bound to, by tensor."""
-        with torch.inference_mode(False):  # later runs may copy into them outside of it
-            self.places = {
-                i: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-                for i, t in enumerate(given)
-                if i in moved
+        self.homes = self._memory()
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.launch: list[Launch] = []
+        self.places: dict[int, torch.Tensor] = {}
+        """Where the graphs read and write tensors that are moved, by number."""
+        self._ins: list[tuple[int, torch.Tensor, int, int]] = []
+        self._outs: list[tuple[int, torch.Tensor]] = []
+        self._gives: list[list[Give]] = []
+        self._stream: int | None = None
+        """Stream of the last run, where callers may still be reading results."""
+
+    def _memory(self) -> dict[str, torch.Tensor]:
+        """Memory of this pair for the buffers that lent results are in, and what is known of it."""
+        plan, numbers = self._context.plan, dict[str, set[int]]()
+        for number, arg in enumerate(plan.program.returned()):
+            for view in views_in(arg) if number in self._lent else ():
+                if view.buffer not in self._numbers:
+                    numbers.setdefault(view.buffer, set()).add(number)
+        with torch.inference_mode(False):  # later runs may be outside of it
+            make = {
+                name: maker(whole(plan.buffers[name]), self._context.device) for name in numbers
             }
-        self._ins = [
-            (i, once(place), place.data_ptr(), _in_one_piece(place))
-            for i, place in self.places.items()
-            if i < num_inputs
-        ]
+            homes = {name: new() for name, new in make.items()}
+        self._watched = [(homes[n].untyped_storage(), frozenset(of)) for n, of in numbers.items()]
+        """The storage of each, and the lent results in it."""
+        return homes
+
+    def fits(self, given: Sequence[torch.Tensor]) -> bool:
+        """True if the graphs can read these tensors, which lie where they are to lie."""
+        return all(given[i].is_cuda for i in self.moved.values()) and not self._replaced()
+
+    def _replaced(self) -> set[int]:
+        """Tensors at whose address there is another allocation: Note [Copies and allocations]."""
+        known, buffer_id = self._crossing, self._driver.buffer_id
+        return {i for i in known if buffer_id(self._still[i][0]) != known[i]}
+
+    def gone(self) -> set[int]:
+        """Tensors whose memory, where the graphs read it, is nobody's any more."""
+        found = self._replaced()
+        for i, (address, (ref, skip)) in self._still.items():
+            storage = storage_behind(ref.cdata)
+            if storage is None or storage.data_ptr() + skip != address:
+                found.add(i)
+        return found
+
+    def held(self, stream: int) -> frozenset[int]:
+        """The lent results that may still be used: Note [Where results lie]."""
+        if self._stream not in (None, stream):  # reads there are behind no event
+            return frozenset(self._lent if self.homes else ())
+        held = frozenset[int]()
+        for storage, numbers in self._watched:
+            if storage_use_count(storage._cdata) != ALONE:
+                held |= numbers
+        return held
+
+    def make_places(self, given: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Memory for the tensors that are moved. Within a capture it is the pool's, as temporaries
+        are; the pair knows it by its address."""
+        own: dict[str, torch.Tensor] = {}
+        for name, i in self.moved.items():
+            facts: Any = {"dtype": given[i].dtype, "device": given[i].device}
+            own[name] = torch.empty_strided(given[i].shape, given[i].stride(), **facts)
+            self.places[i] = place = by_address(own[name])
+            if i < self._num_inputs:
+                self._ins.append((i, once(place), place.data_ptr(), _in_one_piece(place)))
+        return own
+
+    def take_results(self, results: Outputs, written: Collection[str]) -> None:
+        """Takes the results of a graph as it was captured; `written` buffers are copied back."""
+        returned = self._context.plan.program.returned()
+        pairs = enumerate(zip(returned, results, strict=True))
+        self._gives.append([self._give(number, arg, item) for number, (arg, item) in pairs])
         self._outs = [
-            (i, place) for i, place in self.places.items() if i >= num_inputs or i in written
+            (i, self.places[i])
+            for name, i in self.moved.items()
+            if i >= self._num_inputs or name in written
         ]
 
-    def off(self, addresses: Sequence[int]) -> set[int]:
-        """The tensors that do not lie where the graphs have them, but for those that are copied."""
-        return {*self._off(addresses)}
+    def _give(self, number: int, arg: Arg, item: Any) -> Give:
+        if isinstance(arg, tuple):
+            parts = [self._give(number, *part) for part in zip(arg, item, strict=True)]
+            return lambda given: tuple([part(given) for part in parts])
+        if not isinstance(arg, View) or item is None:
+            return lambda given: item
+        box, name = self._context.values.box(arg), arg.buffer
+        is_whole = box == whole(self._context.plan.buffers[name])
+        if (place := self._numbers.get(name)) is not None:
+            if is_whole:
+                return operator.itemgetter(place)
+            return lambda given: derive(given[place], box)
+        if number in self._lent:
+            home = self.homes[name]
+            return (lambda given: home.data) if is_whole else lambda given: derive(home.data, box)
+        copy = copier(by_address(item) if item.numel() else item)
+        return lambda given: copy()
 
-    def fits(self, addresses: Sequence[int]) -> bool:
-        """True if every tensor that is not copied lies where the graphs have it."""
-        return len(addresses) == len(self.addresses) and not any(True for _ in self._off(addresses))
-
-    def _off(self, addresses: Sequence[int]) -> Iterator[int]:
-        for index, address, storage in self._still:
-            if (
-                addresses[index] != address
-                or (storage is not None and storage.expired())
-                or (index in self.crossing and self._is_another(index))
-            ):
-                yield index
-
-    def _is_another(self, index: int) -> bool:
-        return self._driver.buffer_id(self.addresses[index]) != self.crossing[index]
-
-    @property
-    def replaced(self) -> bool:
-        """True if the graphs can serve nobody again: Note [Copies and allocations]."""
-        return any(map(self._is_another, self.crossing))
-
-    def takes(self, given: Sequence[torch.Tensor]) -> bool:
-        return all(given[index].is_cuda for index in self.places)
-
-    def tensors(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors that the graphs read and write: the given ones, or places of their own."""
-        return [self.places.get(index, tensor) for index, tensor in enumerate(given)]
-
-    def keep(
-        self,
-        results: Outputs,
-        tensors: Sequence[torch.Tensor],
-        kept: Sequence[torch.Tensor],
-        static: bool,
-    ) -> None:
-        """Takes the results of a graph that was captured with these `tensors`: `giver`."""
-        whole = list(enumerate(tensors))
-        self.gives.append(giver(results, whole, kept, tensors if static else None))
-        if static:
-            self.own = max(self.own, _bytes_beside(results, [*tensors, *kept]))
-
-    def bring(self, stream: int, given: Sequence[torch.Tensor]) -> None:
-        """Copies what comes at any address to where the graphs read it."""
+    def run(self, turn: int, stream: int, given: Sequence[torch.Tensor]) -> Outputs:
+        """A replay, with copies of what comes at any address, in and out."""
         for index, place, address, nbytes in self._ins:
             if nbytes:
                 self._driver.copy(stream, address, given[index].data_ptr(), nbytes)
             else:
                 place.copy_(once(given[index]))
-
-    def take(self, given: Sequence[torch.Tensor]) -> None:
-        """Copies what the graphs wrote to where the caller wants it."""
+        self.launch[turn](stream)
         for index, place in self._outs:
             given[index].copy_(place)
+        self._stream = stream
+        return tuple([give(given) for give in self._gives[turn]])
 
-    def retire(self) -> None:
-        """Lets go of all memory but the graphs' own, once their runs have ended."""
+    def let_go(self) -> None:
+        """Lets go of the results' memory, once the runs have ended."""
         self.launch.clear()
-        self.places.clear()
-        self._ins, self._outs = [], []
+        self.homes.clear()
+        self._gives.clear()
+        self._watched.clear()
 
-    def reset(self) -> None:
-        self.launch.clear()
-        for graph in self.graphs:
-            graph.reset()
+
+ALONE = 2
+"""References to the storage of a tensor that nobody else has: the tensor, and the storage itself as
+a Python object."""

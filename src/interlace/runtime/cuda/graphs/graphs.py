@@ -14,46 +14,46 @@ Note [Words in graphs]
     for what the run after next awaits.
 
 Note [Addresses in graphs]
-    An allocator gives a caller the same few addresses again and again, so each set of addresses
-    gets a pair of graphs of its own, up to `MOST` (more of short Programs: layers of one shape
-    share theirs), and nothing is copied. What comes at others goes
-    through one more pair, in which every tensor that has moved so far has a place that it is copied
-    through; such addresses get graphs of their own when they come again and others have not been
-    used for `STALE` runs. All graphs of the even runs use the same words, slots and memory, as do
-    those of the odd ones. Capturing runs nothing, so no peer need do the same at that time.
+    A pair of graphs serves a set of Parameters (and of what forward saved), which it reads where
+    they lie: their addresses are the key. All other tensors (`moved`) are copied to a place of the
+    pair's. The frontend says which these are (`GraphUse`); what loses its memory again and again
+    is one of them from then on.
 
-    A pair whose copies to peers are bound to memory that has been freed serves nobody again, and
-    makes room at once: captured.py, Note [Copies and allocations]. A pair that goes is reset once
-    others have been captured in its memory: a capture without others waits for the whole device.
+    A pair whose lent results are still referenced is not replayed: captured.py, Note [Where results
+    lie]. What forward saves for backward is as a rule referenced because the backward is still to
+    come (micro-batches, blocks that share code): a further pair is captured. Other results, such as
+    an output that a caller keeps until it has the next one, are copied from then on.
 
-    With `static_outputs` a pair keeps memory for its results. Where that is `MUCH`, and few bytes
-    lie elsewhere than one of `MOST` pairs has them, a pair that copies these takes the place of all
-    that it serves; there are at most `MOST` of those as well.
+    The graphs of a team share one pool, whichever Executors they are of: it has temporaries alone,
+    and the runs of a team have an order on the host and on the device. Runs of different teams have
+    none, and ranks that gave them one would wait for each other; an Executor without teams has a
+    pool of its own. Capturing runs nothing, so no peer need do the same at that time. A pair that
+    goes is reset once others have been captured, so that the pool stays.
 
 Note [NCCL and addresses]
     With NCCL_GRAPH_REGISTER, its default, NCCL maps what a captured collective reads into the
     peers, and goes on reading it when the address has become another allocation's
     (github.com/fzyzcjy/torch_memory_saver/issues/88); with multicast all ranks must do it together.
-    So it is turned off, unless the user set it, and Programs with ops of a backend have the one
-    pair only, in which a tensor that such an op uses counts as moved also when its storage is
-    gone.
+    So it is turned off. Where the user set it, what an op of a backend uses is bound to its
+    allocation, as what Put and Get use.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from interlace.comm import Use
-from interlace.comm.cuda.driver import Driver, uncollected
+from interlace.comm.cuda.driver import uncollected
 from interlace.comm.cuda.nccl import leave_unregistered
 from interlace.comm.cuda.words import CudaSpace
 from interlace.errors import ExecutorError
-from interlace.ir import View
 from interlace.runtime.calling.calls import Outputs, Thunk
 from interlace.runtime.cuda.binder import Binding
 from interlace.runtime.cuda.graphs.captured import GraphPair, launcher
@@ -62,7 +62,7 @@ from interlace.runtime.cuda.lanes import Lane, Words
 from interlace.runtime.cuda.sharing import reaches
 from interlace.runtime.engine import EngineContext
 from interlace.runtime.prepare.plan import own_backends
-from interlace.runtime.values import whole
+from interlace.runtime.values import new_storage, once
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine
@@ -102,14 +102,19 @@ class GraphBinding(Binding):
 
     def __init__(
         self,
-        context: EngineContext,
-        driver: Driver,
-        spaces: Mapping[str, GraphWords],
         engine: CudaEngine,
+        spaces: Mapping[str, GraphWords],
+        lanes: dict[str, Lane],
     ) -> None:
-        self._taken = driver.event()
-        super().__init__(context, driver, spaces, engine)
+        self._taken, self._lanes = engine.driver.event(), lanes
+        super().__init__(engine.context, engine.driver, spaces, engine)
         self.steps = [self._hand_over, *self.steps, *self.late()]
+
+    def side(self, name: str) -> Lane:
+        """Streams of captures: all graphs of their memory have the same."""
+        if name not in self._lanes:
+            self._lanes[name] = super().side(name)
+        return self._lanes[name]
 
     def late(self) -> Iterator[Thunk]:
         """Waits for the last value of each word, where the ops await only one before it."""
@@ -151,243 +156,198 @@ class GraphBinding(Binding):
 
 MANY = 16
 """Words that take longer to write than one more node of a graph."""
-MOST, MOST_OPS = 8, 1024
-"""Pairs of graphs of a Program: 8, or as many as have so many ops together."""
-MUCH, FEW = 64 << 20, 4
-"""Bytes of a graph's own results from which on few are copied in their stead: a quarter at most."""
-STALE = 1000
-"""Runs after which graphs that were not used make room for others."""
-SEEN = 64
-
+MOST = 256
+"""Sets of addresses that have pairs at a time."""
+FEW, RECENT = 3, 100
+"""Times, in so many runs, that pairs are captured anew as memory that they read has gone, before
+the tensors that lose theirs are copied."""
 Key = tuple[int, ...]
+"""The addresses of the tensors that a pair reads where they lie."""
+
+
+class GraphMemory:
+    """The pool of graphs, whose runs follow one another, and the streams that they are captured on:
+    torch gives memory back to the stream that had it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.lanes: dict[str, Lane] = {}
+        self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
+        self._pool: Any = None
+
+    def begin(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Begins a capture. Torch refuses a pool whose graphs are all gone."""
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
+        # NCCL's watchdog asks about events meanwhile.
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        self._graphs.add(graph)
+
+    def reset(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graphs.discard(graph)
+        graph.reset()
+
+
+@cache
+def _memory_of(device: torch.device, team: object) -> GraphMemory:
+    return GraphMemory(device)
+
+
+def graph_memory(context: EngineContext) -> GraphMemory:
+    """The memory of an Executor's graphs: Note [Addresses in graphs]."""
+    teams = [team.key for team in context.resources.teams.values()]
+    return _memory_of(context.device, min(teams)) if teams else GraphMemory(context.device)
 
 
 class Graphs:
     def __init__(self, engine: CudaEngine) -> None:
         self._engine, self._context = engine, engine.context
-        demands = self._context.plan.demands
+        context, plan = engine.context, engine.context.plan
+        self.memory = memory = graph_memory(context)
         self.bindings: list[GraphBinding] = []
-        for number, spaces in enumerate(self._context.resources.graph_spaces):
+        for number, spaces in enumerate(context.resources.graph_spaces):
             words = {
-                team: GraphWords(space, demands[team].signals, first=number == 0)
+                team: GraphWords(space, plan.demands[team].signals, first=number == 0)
                 for team, space in spaces.items()
             }
-            self.bindings.append(GraphBinding(self._context, engine.driver, words, engine))
+            self.bindings.append(GraphBinding(engine, words, memory.lanes))
         for binding, other in zip(self.bindings, reversed(self.bindings), strict=True):
             binding.other = other.spaces
         self._entry = engine.driver.event()
-        self._launcher = launcher(self._context.plan.program, engine.driver)
-        self._stream = torch.cuda.Stream(self._context.device)
-        self.at: dict[Key, GraphPair] = {}
-        """Pairs for tensors at these addresses, with nothing to copy."""
-        self.near: list[GraphPair] = []
-        """Pairs for tensors of which few come at any address, and are copied."""
-        self.through: dict[int, GraphPair] = {}
-        """Pairs for all other addresses, by the number of tensors."""
-        self._retired: list[GraphPair] = []
-        """Pairs that serve nobody, kept until others are captured in their memory."""
-        self.seen: dict[Key, None] = {}
-        self.single = bool(own_backends(self._context.plan))
-        """True if there is only the pair for all addresses: Note [NCCL and addresses]."""
-        if self.single:
-            leave_unregistered()
-        ops = self._context.plan.program.ops
-        between = [op for op in ops if (by := op.ordering()).meets is not None or by.messages]
-        self.bound = {
-            access.view.buffer for op in between for access in (*op.reads(), *op.writes())
-        }
-        """Buffers that a backend may have mapped into the peers."""
-        copies = [op for op in ops if op.one_sided]
-        reached = {access.view.buffer for op in copies for access in (*op.reads(), *op.writes())}
-        self.crossing = reached
-        """Buffers that Put and Get read or write: captured.py, Note [Copies and allocations]."""
+        self._launcher = launcher(plan.program, engine.driver)
+        ops = plan.program.ops
+        bound = [op for op in ops if op.one_sided]
+        if own_backends(plan) and not leave_unregistered():
+            bound += [op for op in ops if (by := op.ordering()).meets is not None or by.messages]
+        accesses = [access for op in bound for access in (*op.reads(), *op.writes())]
+        self.crossing = {access.view.buffer for access in accesses}
         self.changed = {access.view.buffer for op in ops for access in op.writes()}
-        self.made: dict[int, dict[str, torch.Tensor]] = {}
-        """Memory that the graphs of a turn return, where the caller gives none."""
-        self.results = () if self.single else self._results()
-        """The buffers of the results, where all of them are the Program's own: each run is given
-        new tensors for these, behind its inputs, and nothing is copied."""
-        self._makers = [self._context.values.allocated[name] for name in self.results]
+        moving = context.graph_use.moving
+        self.moved = {i for i, name in enumerate(context.inputs.names) if name in moving}
+        """Numbers of the inputs, and given outputs behind them, that come at any address."""
+        every = frozenset(range(len(plan.program.returned())))
+        self._saved = every if context.options.static_outputs else context.graph_use.saved
+        self.lent = every
+        self.pairs: dict[Key, list[GraphPair]] = {}
+        self._gone: list[int] = []
+        """The recent runs at which memory that pairs read had gone."""
         self._runs = 0
-
-    def _results(self) -> tuple[str, ...]:
-        context, buffers = self._context, self._context.plan.buffers
-        args = context.plan.program.returned()
-        known = context.values.allocated
-        views = [arg for arg in args if isinstance(arg, View) and arg.buffer in known]
-        whole_ones = {v.buffer for v in views if context.values.box(v) == whole(buffers[v.buffer])}
-        if context.options.static_outputs or context.outputs.names or len(whole_ones) < len(args):
-            return ()
-        return tuple([view.buffer for view in views])
-
-    def new(self) -> list[torch.Tensor]:
-        """New tensors for the `results`."""
-        return [make() for make in self._makers]
 
     @property
     def spaces(self) -> Mapping[str, Any]:
         return self.bindings[(self._runs - 1) & 1].spaces
 
-    def turn(self, found: GraphPair) -> int:
-        """Which of a pair the next run is, that begins now."""
-        self._runs = found.used = self._runs + 1
+    def turn(self) -> int:
+        """Which graph of a pair the next run is, that begins now."""
+        self._runs += 1
         return self._runs - 1 & 1
 
-    def find(self, given: Sequence[torch.Tensor], num_inputs: int) -> GraphPair:
+    def find(self, given: Sequence[torch.Tensor], at: Key, stream: int) -> GraphPair:
         """Graphs for these tensors, captured if need be: Note [Addresses in graphs]."""
-        key = tuple([tensor.data_ptr() for tensor in given])
-        if (known := self.at.get(key)) is not None:
-            if not known.replaced:
-                return known
-            self._retire(self.at.pop(key))
-        count = len(key)
-        through = self.through.get(count)
-        off = set[int]() if through is None else through.off(key)
-        if through is not None and self.single and not off and through.takes(given):
-            return through
+        key = self._key(at)
+        for pair in self.pairs.get(key, ()):
+            if pair.fits(given) and not pair.held(stream):
+                return pair
         if not all(tensor.is_cuda for tensor in given):
             raise ExecutorError(
                 f"{self._context.plan.program.name}: a CUDA graph cannot read a tensor of the CPU: "
                 "give it on the GPU, or leave out graph=True"
             )
-        if not self.single:
-            near = next((pair for pair in self.near if pair.fits(key)), None)
-            if near is not None:
-                return near
-            oldest = min(self.at, key=lambda at: self.at[at].used, default=key)
-            full = len(self.at) >= max(MOST, MOST_OPS // len(self._context.plan.program.ops))
-            if full and self.at[oldest].replaced:
-                self._retire(self.at.pop(oldest))
-                full = False
-            if full and (made := self._bring_near(key, given, num_inputs)) is not None:
-                return made
-            if full and key in self.seen and self._runs - self.at[oldest].used >= STALE:
-                self._retire(self.at.pop(oldest))
-                full = False
-            if not full:
-                self.seen.pop(key, None)
-                self.at[key] = self._capture(given, num_inputs, frozenset())
-                return self.at[key]
-            self.seen[key] = None
-            if len(self.seen) > SEEN:
-                del self.seen[next(iter(self.seen))]
-        if through is not None and not off:
-            return through
-        moved = {i for at in self.at if len(at) == count for i in range(count) if at[i] != key[i]}
-        if through is not None:
-            moved |= through.moved | off
-            self._retire(self.through.pop(count))
-        self.through[count] = self._capture(given, num_inputs, frozenset(moved))
-        return self.through[count]
-
-    def _bring_near(
-        self, key: Key, given: Sequence[torch.Tensor], num_inputs: int
-    ) -> GraphPair | None:
-        """Graphs that copy the few bytes that lie elsewhere than earlier ones, with memory of their
-        own, have them; these take the place of all that they serve."""
-        if len(self.near) >= MOST:
-            oldest = min(self.near, key=lambda pair: pair.used)
-            if not oldest.replaced:
-                return None
-            self.near.remove(oldest)
-            self._retire(oldest)
-        found: list[tuple[int, frozenset[int]]] = []
-        for pair in (*self.near, *self.at.values()):
-            if len(pair.addresses) == len(key) and pair.own >= MUCH:
-                moved = pair.moved | pair.off(key)
-                nbytes = sum(given[i].nbytes for i in moved)
-                if nbytes * FEW <= pair.own:
-                    found.append((nbytes, moved))
-        if not found:
-            return None
-        moved = min(found, key=lambda each: each[0])[1]
-        made = self._capture(given, num_inputs, moved)
-        pairs = [*self.near, *self.at.values()]
-        served = [pair for pair in pairs if made.fits(pair.addresses)]
-        self._engine.synchronize()
-        self.at = {at: pair for at, pair in self.at.items() if pair not in served}
-        self.near = [*(pair for pair in self.near if pair not in served), made]
-        for pair in served:
-            pair.reset()
-        return made
-
-    def _retire(self, pair: GraphPair) -> None:
-        """Lets go of a pair of graphs, once their runs have ended, on whatever stream. They are
-        reset when others have been captured in their memory: `_capturing`."""
-        self._engine.synchronize()
-        pair.retire()
-        self._retired.append(pair)
-
-    def _capture(
-        self, given: Sequence[torch.Tensor], num_inputs: int, moved: frozenset[int]
-    ) -> GraphPair:
-        """Captures a pair of graphs, in which the `moved` tensors have places of their own."""
-        static = self._context.options.static_outputs
-        outputs = self._context.outputs.names or self.results
-        names = (*self._context.inputs.names, *outputs)[: len(given)]
-        changed, bound, crossing = (
-            frozenset(i for i, name in enumerate(names) if name in buffers)
-            for buffers in (self.changed, self.bound, self.crossing)
-        )
-        others = [*self.at.values(), *self.near, *self.through.values(), *self._retired]
-        made = GraphPair(given, num_inputs, self._engine.driver, moved, changed, bound, crossing)
-        tensors = made.tensors(given)
-        self._engine.synchronize()  # the first capture waits for the device: here it is bounded
+        self._engine.synchronize()  # bounded; the capture would wait, too
+        old = self._outdated(at, given, stream)
+        for pair in old:
+            pair.let_go()
         try:
-            for turn in range(len(self.bindings)):
-                graph = torch.cuda.CUDAGraph()
-                made.graphs.append(graph)
-                named = self._memory(turn, () if len(given) > num_inputs else outputs)
-                named |= zip(names, tensors, strict=True)
-                self._engine.check()  # in a capture it would be told badly
-                pool = others[0].graphs[turn].pool() if others else None
-                capture = functools.partial(self._captured, graph, pool, turn, named)
-                results = capture_thread(self._context.device).run(capture)
-                made.launch.append(self._launcher(graph))
-                made.keep(results, tensors, (), static)
+            pair = self._capture(given)
+            self.pairs.setdefault(self._key(at), []).append(pair)
+        finally:
+            self._reset(old)
+        return pair
+
+    def _key(self, at: Key) -> Key:
+        if not self.moved:
+            return at
+        return tuple([address for i, address in enumerate(at) if i not in self.moved])
+
+    def _outdated(self, at: Key, given: Sequence[torch.Tensor], stream: int) -> list[GraphPair]:
+        """Takes out the pairs that are not used again, as they were captured or at all."""
+        key = self._key(at)
+        pairs = self.pairs.pop(key, [])
+        busy = frozenset[int]().union(*(pair.held(stream) for pair in pairs))
+        loose = busy - self._saved
+        self.lent -= loose
+        kept = [pair for pair in pairs if pair.fits(given) and not loose]
+        old = [pair for pair in pairs if pair not in kept]
+        if kept:
+            self.pairs[key] = kept
+            return old
+        gone = {each: set[int]().union(*(p.gone() for p in of)) for each, of in self.pairs.items()}
+        over = [each for each, numbers in gone.items() if numbers]
+        if over:
+            self._gone = [run for run in self._gone if run > self._runs - RECENT] + [self._runs]
+            if len(self._gone) > FEW:
+                self.moved |= set[int]().union(*gone.values())
+                self._gone.clear()
+        if len(self.pairs) >= MOST or self._key(at) != key:
+            over = [*self.pairs]
+        return old + [pair for each in over for pair in self.pairs.pop(each)]
+
+    def _capture(self, given: Sequence[torch.Tensor]) -> GraphPair:
+        """A pair of graphs that is captured with these tensors."""
+        driver = self._engine.driver
+        pair = GraphPair(self._context, driver, given, self.moved, self.crossing, self.lent)
+        try:
+            record = functools.partial(self._record, pair, given)
+            capture_thread(self._context.device).run(record)
         except BaseException:
             with contextlib.suppress(Exception):
-                made.reset()  # NCCL would wait for them for as long as the error is kept
+                self._reset([pair])  # NCCL would wait for it for as long as the error is kept
             raise
-        for pair in self._retired:
-            pair.reset()
-        self._retired.clear()
-        return made
+        return pair
 
-    def _captured(
-        self,
-        graph: torch.cuda.CUDAGraph,
-        pool: Any,
-        turn: int,
-        named: Mapping[str, torch.Tensor],
-    ) -> Outputs:
-        """The results of the ops, which are captured."""
-        with uncollected(), torch.no_grad(), self._capturing(graph, pool):
-            return self.issue(turn, named)
-
-    @contextlib.contextmanager
-    def _capturing(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-        """A capture on the graphs' stream. The first waits for the device and empties the cache;
-        later ones share its memory, and must not wait for what the caller awaits."""
-        mode = "thread_local"  # NCCL's watchdog asks about events meanwhile
-        if pool is None:
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode=mode):
-                yield
-            return
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool, capture_error_mode=mode)
-            try:
-                yield
-            finally:
-                graph.capture_end()
-
-    def issue(self, turn: int, named: Mapping[str, torch.Tensor]) -> Outputs:
-        """Issues the ops into the capture; gives the results."""
-        values, binding = self._context.values, self.bindings[turn]
+    def _record(self, pair: GraphPair, given: Sequence[torch.Tensor]) -> None:
+        """Captures both graphs of a pair on the graphs' stream. The places of what moves and the
+        arena are the pool's while they are captured, as all temporaries."""
+        values, device = self._context.values, self._context.device
+        names = (*self._context.inputs.names, *self._context.outputs.names)
+        named = dict(zip(names, given, strict=False))
         try:
-            values.begin(named, dict.fromkeys(self._context.plan.takes, Use(turn, 0)))
-            binding.issue(int(self._stream.cuda_stream), self._entry)
-            return self._context.results()
+            for turn in range(len(self.bindings)):
+                self._engine.check()  # in a capture it would be told badly
+                graph = torch.cuda.CUDAGraph()
+                pair.graphs.append(graph)
+                with uncollected(), torch.no_grad(), torch.cuda.stream(self.memory.stream):
+                    self.memory.begin(graph)
+                    try:
+                        if not turn:
+                            named |= pair.make_places(given)
+                            values.move(new_storage(values.nbytes, device))
+                        results = self.issue(turn, named, pair.homes)
+                    finally:
+                        graph.capture_end()
+                pair.take_results(results, self.changed)
+                del results  # so that its memory is the pool's again
+                pair.launch.append(self._launcher(graph))
+        finally:
+            values.move(new_storage(0, device))
+
+    def issue(
+        self, turn: int, named: Mapping[str, torch.Tensor], homes: Mapping[str, torch.Tensor]
+    ) -> Outputs:
+        """Issues the ops into the capture; gives the results, which are brought to their homes."""
+        context, values, binding = self._context, self._context.values, self.bindings[turn]
+        names = [name for name in context.outputs.names if name not in named]
+        outputs = dict(zip(names, context.outputs.new() if names else (), strict=True))
+        first = {n: home for n, home in homes.items() if n in outputs or n in values.allocated}
+        made = {name: values.family(name)[0] for name in homes.keys() - first.keys()}
+        try:
+            given = outputs | first | dict(named)
+            values.begin(given, dict.fromkeys(context.plan.takes, Use(turn, 0)))
+            binding.issue(int(self.memory.stream.cuda_stream), self._entry)
+            for name, place in made.items():
+                if (item := values.items[place]) is not None:  # else its Call left it out
+                    once(homes[name]).copy_(once(item))
+            return context.results()
         except BaseException:  # else the capture's end would hide it: streams not joined
             with contextlib.suppress(Exception):
                 binding.join()
@@ -395,25 +355,17 @@ class Graphs:
         finally:
             values.end()
 
-    def _memory(self, turn: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Tensors that the graphs of a turn return, where the caller gives none for `names`: with
-        new version counters, since a backward may have saved those returned before."""
-        with torch.inference_mode(False):
-            if turn not in self.made:
-                made = self._context.values.new()
-                self.made[turn] = {n: t for n, t in made.items() if n not in self.results}
-            made = self.made[turn]
-            if not made.keys() >= set(names):
-                made |= zip(names, self._context.outputs.new(), strict=True)
-            return {name: tensor.data for name, tensor in made.items()}
+    def _reset(self, pairs: Sequence[GraphPair]) -> None:
+        for pair in pairs:
+            pair.let_go()
+            for graph in pair.graphs:
+                self.memory.reset(graph)
 
     def drop(self) -> None:
         """Lets go of the graphs; the next run would capture them anew."""
-        dropped = [*self.at.values(), *self.near, *self.through.values(), *self._retired]
-        for held in (self.at, self.near, self.through, self._retired, self.seen, self.made):
-            held.clear()
-        for captured in dropped:
-            captured.reset()
+        dropped, self.pairs = self.pairs, {}
+        for pairs in dropped.values():
+            self._reset(pairs)
 
     def close(self) -> None:
         self.drop()

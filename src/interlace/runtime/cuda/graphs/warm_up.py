@@ -24,6 +24,7 @@ import torch
 
 from interlace.comm import TeamComm
 from interlace.runtime.cuda.graphs.captured import may_draw
+from interlace.runtime.values import new_storage
 from interlace.torch_private import is_cuda_stream_capturing
 
 if TYPE_CHECKING:
@@ -86,11 +87,14 @@ def _run_once(engine: CudaEngine) -> None:
     """A run with zeros, to its end."""
     devices = [engine.device] if engine.device.type == "cuda" else []
     draws, inputs = may_draw(engine.context.plan.program), engine.context.inputs
+    values = engine.context.values
     try:
         with torch.random.fork_rng(devices, enabled=draws, device_type="cuda"):
             zeros = inputs.zeros(engine.changes.buffers)
+            values.move(new_storage(values.nbytes, engine.device))
             capture_thread(engine.device).run(lambda: engine.issue(zeros, None))
             engine.synchronize()
+            values.move(new_storage(0, engine.device))  # after a failure the streams may go on
     except BaseException as error:
         engine.watched.fail(error)  # peers wait for this rank in their runs
         raise
