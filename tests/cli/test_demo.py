@@ -74,10 +74,10 @@ def test_the_programs_written_are_sound_and_overlapped(
     for path in paths:
         program = parse(path.read_text())
         assert check(program).sound
-        collectives = [op for op in program.ops if isinstance(op, Collective)]
-        assert all(op.site is not None for op in collectives), "one is not explained"
         if "serial" in path.name:
             continue
+        collectives = [op for op in program.ops if isinstance(op, Collective)]
+        assert all(op.site is not None for op in collectives), "one is not explained"
         assert len(program.streams()) > 1
         assert all(site.strategy != "serial" or site.reason for site in program.sites)
         assert any(site.strategy != "serial" for site in program.sites)

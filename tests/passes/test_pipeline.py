@@ -86,16 +86,9 @@ def test_regions_are_formed_where_they_are_compiled(regions: Regions, overlap: b
     assert ("schedule" in names) == overlap
 
 
-REGISTERED = """
-def f(tp: Team[2], x: f32[4].registered(tp), y: out[f32[4]]):
-    main: copy(x, y)
-"""
-
-
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("text", [MESSAGES, REGISTERED])
-def test_what_is_written_by_hand_is_left(text: str, overlap: bool) -> None:
-    source = parse(text)
+def test_what_is_written_by_hand_is_left(overlap: bool) -> None:
+    source = parse(MESSAGES)
     made = lower(source, Options(overlap=overlap))
     assert made.ops == source.ops
     (remark,) = made.remarks
