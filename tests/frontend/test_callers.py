@@ -118,7 +118,7 @@ def test_a_compiled_module_is_converted(pool: Pool) -> None:
 def test_a_compiled_sequence_has_a_length_and_items(seed: int) -> None:
     made, x = make(seed)
     model: Any = made
-    call = interlace.compile(made)
+    call: Any = interlace.compile(made)
     assert (len(call), call[1], [*call]) == (3, model[1], [*model])
     call[1] = nn.ReLU()
     torch.testing.assert_close(call(x), model(x))
