@@ -285,7 +285,14 @@ CHECKS: dict[ModuleType, dict[str, Callable[[], Any]]] = {
     private: {
         **{name: check for check, names in SHARED.items() for name in names.split()},
         "ConvNd": lambda: isinstance(nn.Conv2d(1, 1, 1), private.ConvNd),
+        "DataDependentOutputException": lambda: issubclass(
+            private.DataDependentOutputException, Exception
+        ),
         "DisableTorchFunctionSubclass": without_subclass,
+        "DynamicOutputShapeException": lambda: issubclass(
+            private.DynamicOutputShapeException, Exception
+        ),
+        "FunctionalTensor": lambda: issubclass(private.FunctionalTensor, torch.Tensor),
         "HigherOrderOperator": lambda: (
             isinstance(torch.cond, object) and has(private.HigherOrderOperator, "__call__")
         ),
@@ -342,23 +349,19 @@ CHECKS: dict[ModuleType, dict[str, Callable[[], Any]]] = {
         ),
     },
     dynamo: {
-        "AttributeMutationExisting": lambda: isinstance(dynamo.AttributeMutationExisting, type),
         "DeletedGuardManagerWrapper": lambda: isinstance(dynamo.DeletedGuardManagerWrapper, type),
-        "FailOnRecompileLimitHit": lambda: issubclass(dynamo.FailOnRecompileLimitHit, Exception),
         "GuardBuilder": lambda: has(dynamo.GuardBuilder, "TENSOR_MATCH"),
         "InstructionTranslator": lambda: has(dynamo.InstructionTranslator, "current_tx"),
         "OptimizedModule": lambda: issubclass(dynamo.OptimizedModule, nn.Module),
         "ShortenTraceback": lambda: issubclass(dynamo.ShortenTraceback, Exception),
         "TensorProperty": lambda: has(dynamo.TensorProperty, "SIZE"),
         "TensorPropertySource": lambda: takes(dynamo.TensorPropertySource, "base", "prop", "idx"),
-        "TorchRuntimeError": lambda: issubclass(dynamo.TorchRuntimeError, Exception),
-        "Unsupported": lambda: issubclass(dynamo.Unsupported, Exception),
-        "ValueMutationExisting": lambda: isinstance(dynamo.ValueMutationExisting, type),
         "aot_autograd": lambda: takes(dynamo.aot_autograd, "fw_compiler", "bw_compiler"),
+        "aot_module_simplified": lambda: takes(dynamo.aot_module_simplified, "mod", "fw_compiler"),
         "assume_constant_result": lambda: dynamo.assume_constant_result(modes) is modes,
         "boxed_nop": lambda: takes(dynamo.boxed_nop, "fx_g"),
         "callback_handler": lambda: has(dynamo.callback_handler, "register_start_callback"),
-        "dynamo_config": lambda: has(dynamo.dynamo_config, "patch", "recompile_limit"),
+        "dynamo_config": lambda: has(dynamo.dynamo_config, "disable", "patch"),
         "functorch_config": lambda: has(dynamo.functorch_config, "patch"),
         "innermost_backend": lambda: dynamo.innermost_backend(modes) is modes,  # type: ignore[arg-type]
         "innermost_fn": lambda: dynamo.innermost_fn(modes) is modes,

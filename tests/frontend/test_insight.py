@@ -167,7 +167,7 @@ def test_of_what_interlace_compile_gave(tmp_path: Path) -> None:
     compiled = interlace.compile(net, options={"trace": True})
     assert "Sequential: nothing is compiled yet" in interlace.explain(compiled)
     compiled(torch.randn(3, 4)).sum().backward()
-    assert "Sequential\n\nforward: 0 communications, sound" in interlace.explain(compiled)
+    assert interlace.explain(compiled).startswith("forward: 0 communications, sound")
     page = interlace.report(compiled, tmp_path / "page.html").read_text()
     assert "forward measured" in page
     assert "backward measured" in page

@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.errors import CalibrationError, InterlaceError, OptionError
 from interlace.frontend.calling.arguments import without_waiting
-from interlace.frontend.compiled_graph import CompiledGraph, Setting, Watch
+from interlace.frontend.calling.tracing import symbolic_sizes
+from interlace.frontend.compiled_graph import CompiledGraph, Setting
 from interlace.frontend.dynamo import (
     GraphOrigin,
     guard_sizes,
@@ -35,12 +36,11 @@ from interlace.frontend.dynamo import (
 from interlace.frontend.importing.exchanges import KnownPlaces
 from interlace.frontend.importing.grouped import equal_groups
 from interlace.frontend.importing.nodes import is_state, label
-from interlace.frontend.importing.symbols import symbolic_sizes
 from interlace.frontend.importing.types import device_of
 from interlace.frontend.partition import Partition
 from interlace.options import Options
 from interlace.runtime.machine import shared_machine
-from interlace.torch_private import TracingContext
+from interlace.torch_private import FakeTensorMode, TracingContext, tracing
 from interlace.torch_private.dynamo import (
     InstructionTranslator,
     ShortenTraceback,
@@ -78,18 +78,23 @@ class Compilation:
             "keep_inference_input_mutations": True,
         }
 
-    def run(self, gm: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., Sequence[object]]:
-        """Has AOTAutograd trace a graph of TorchDynamo for these inputs, and binds what came of it;
-        returns the callable for inputs like these."""
+    def run(
+        self,
+        trace: Callable[[Sequence[object]], Callable[..., Sequence[object]]],
+        inputs: Sequence[object],
+        name: str,
+    ) -> Callable[..., Sequence[object]]:
+        """Has AOTAutograd trace for these inputs, and binds what came of it; returns the callable
+        for inputs like these. `name` is what the log calls it."""
         plain, wrap = without_waiting(inputs)
-        trace: Any = aot_autograd(**self.compilers())
         with compiling():
-            call = trace(gm, plain)
-        self.prepare()
+            call = trace(plain)
+        self.prepare(name)
         return wrap(call)
 
-    def prepare(self) -> None:
-        """Binds the graphs that have concrete sizes, forward and backward together, or none."""
+    def prepare(self, name: str) -> None:
+        """Binds the graphs that have concrete sizes, forward and backward together, or none;
+        `name` is what the log calls it."""
         try:
             for graph in self.graphs:
                 graph.prepare()
@@ -100,8 +105,7 @@ class Compilation:
             f"{graph.kind} ({graph.unscheduled})" if graph.unscheduled else graph.kind
             for graph in self.graphs
         )
-        name, took = self.setting.origin.name, time.perf_counter() - self._began
-        log.info("compiled %s: %s, in %.3f s", name, kinds, took)
+        log.info("compiled %s: %s, in %.3f s", name, kinds, time.perf_counter() - self._began)
 
     def close(self) -> None:
         """Frees what is bound; a later call binds anew."""
@@ -144,9 +148,7 @@ class Backend:
 
     __name__ = "interlace"
 
-    def __init__(self, meshes: tuple[DeviceMesh, ...] = ()) -> None:
-        self.watch = Watch()
-        self._meshes = meshes
+    def __init__(self) -> None:
         self._graphs: weakref.WeakValueDictionary[int, CompiledGraph]
         self._graphs = weakref.WeakValueDictionary()
         self._places = KnownPlaces()
@@ -201,18 +203,19 @@ class Backend:
         places = gm.graph.find_nodes(op="placeholder")
         sources = list(map(source_name, places))
         guard_sizes(places)
+        origin = GraphOrigin.of(gm)
         setting = Setting(
             options,
-            GraphOrigin.of(gm),
-            (*self._meshes, *meshes_in(example_inputs)),
+            meshes_in(example_inputs),
             tuple(label(source) if source else "" for source in sources),
             frozenset(i for i, source in enumerate(sources) if source and is_state(source)),
             device_of(example_inputs),
+            origin=origin,
             places=self._places,
-            watch=self.watch,
         )
         compilation = Compilation(setting)
-        call = compilation.run(gm, example_inputs)
+        trace: Any = aot_autograd(**compilation.compilers())
+        call = compilation.run(lambda plain: trace(gm, plain), example_inputs, origin.name)
         self._graphs.update(zip(self._count, compilation.graphs, strict=False))
         return call
 
@@ -223,10 +226,10 @@ backend = Backend()
 
 @assume_constant_result
 def compiles_here() -> bool:
-    """Returns True if TorchDynamo, which traces the caller, compiles for a backend of ours."""
+    """Returns True if TorchDynamo, which traces the caller, compiles for this backend."""
     asked: Any = InstructionTranslator.current_tx().output.compiler_fn
     asked = innermost_backend(asked)
-    return isinstance(getattr(asked, "compiler_fn", asked), Backend)
+    return getattr(asked, "compiler_fn", asked) is backend
 
 
 @contextlib.contextmanager
@@ -243,8 +246,23 @@ def compiling() -> Iterator[None]:
     settings = functorch_config.patch(
         force_non_lazy_backward_lowering=True, graphsafe_rng_functionalization=False
     )
-    with settings, symbolic_sizes():
-        yield
+    context = TracingContext.try_get()  # TorchDynamo's; `keep_saved` asks it
+    own = TracingContext(FakeTensorMode()) if context is None else None
+    try:
+        with settings, symbolic_sizes(), tracing(own) if own else contextlib.nullcontext():
+            yield
+    finally:
+        forget_tensors(own)
+
+
+def forget_tensors(context: TracingContext | None) -> None:
+    """Drops torch's weak references to the tensors of a trace that has ended: `Module.to` cannot
+    convert a DTensor parameter that has one. TorchDynamo does this for registered backends."""
+    if context is not None and context.fake_mode is not None:
+        context.tensor_to_context.clear()
+        describer = context.fake_mode.fake_tensor_converter.meta_converter.describer
+        describer.lookup_tensor.clear()
+        describer.lookup_storage.clear()
 
 
 def keep_saved() -> None:

@@ -1,21 +1,18 @@
-"""`interlace.compile`: a module on DTensors, overlapped, whose calls skip TorchDynamo's guards.
+"""`interlace.compile`: a module on DTensors, overlapped, without TorchDynamo.
 
     compiled = interlace.compile(block, x, mesh=mesh)
     y = compiled(x)                      # differentiable, like block(x)
     print(compiled.explain())            # every communication, how it is overlapped, and why
     interlace.simulate(compiled.program)      # the predicted timeline; measured: the option `trace`
 
-The module is compiled by `torch.compile`, as one graph. Once a call without gradients has shown
-that nothing is done around that graph, calls like it go straight to its Executor (direct.py). What
-depends on more than the arguments' sizes, layouts and plain values is then as it was in that call.
-A new combination of those is compiled anew; the least recently used is dropped beyond `cache_size`.
+Where `torch.compile` reads bytecode and guards it, this runs the module once on fake tensors.
+What depends on more than the arguments' sizes, layouts and plain values is fixed by that run. A
+new combination of those is compiled anew; the least recently used is dropped beyond `cache_size`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,38 +21,30 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from interlace.errors import (
-    ExecutorError,
-    OptionError,
-    SizeError,
-    TeamError,
-    UnsupportedError,
-)
-from interlace.frontend.backend import Backend, options_from
+from interlace.errors import ExecutorError, OptionError
+from interlace.frontend.backend import Compilation, meshes_in, options_from
 from interlace.frontend.binding import Bound
 from interlace.frontend.caches import BoundedCache
 from interlace.frontend.calling.call_key import CallKeys, ModuleCall
-from interlace.frontend.calling.direct import Direct, Observer
-from interlace.frontend.compiled_graph import Boxed, CompiledGraph, Run
+from interlace.frontend.calling.direct import Direct, observed
+from interlace.frontend.calling.leftovers import none_left
+from interlace.frontend.calling.tracing import Watch, lent, refuse_sharded, tracing
+from interlace.frontend.compiled_graph import CompiledGraph, Setting
 from interlace.frontend.dynamo import name_of
-from interlace.frontend.importing.nodes import TORCH
+from interlace.frontend.importing.nodes import unwrapped
+from interlace.frontend.importing.types import device_of
 from interlace.ir import Program
 from interlace.options import Options
-from interlace.torch_private.dynamo import (
-    FailOnRecompileLimitHit,
-    OptimizedModule,
-    TorchRuntimeError,
-    Unsupported,
-    dynamo_config,
-)
+from interlace.torch_private import pytree
+from interlace.torch_private.dynamo import OptimizedModule, aot_module_simplified
 
+_TENSOR = object()
+"""Where a tensor stands among outputs."""
 _GONE = {
     "dynamic": 'torch.compile(module, backend="interlace", dynamic=True)',
     "overlap": 'options={"overlap": False}',
 }
 """Arguments of earlier releases, with what replaces them."""
-MOST_COMPILED = 1 << 16
-"""Limit of TorchDynamo on what it compiles for one function: ours is the option `cache_size`."""
 
 
 def compile(
@@ -73,13 +62,13 @@ def compile(
     With `examples`, the arguments of a call, it is compiled at once, on all ranks together; without
     them at the first call. `mesh` names the teams of process groups that no argument names.
 
-    A module that `torch.compile` was given before is taken as it was before. Functions, code that
-    cannot be one graph, and sizes that change (batch, sequence, a cache that grows) with one
-    Program for a class of them, are for `torch.compile(..., backend="interlace")`.
+    A module that `torch.compile` was given before, as `module` or within it, is taken as it was
+    before. Functions, and sizes that change (batch, sequence, a cache that grows) with one Program
+    for a class of them, are for `torch.compile(..., backend="interlace")`.
 
     Raises (here with `examples`, else from the first call):
         OptionError: an argument or an option is invalid.
-        UnsupportedError: an operator or a sharding cannot be lowered, or it takes several graphs.
+        UnsupportedError: an operator or a sharding cannot be lowered.
         SoundnessError, ScheduleError: one of `Options.schedules` is unsound, or does not fit.
         AgreementError, PeerError, CommTimeoutError: another rank compiles something else, fails, or
             does not come.
@@ -106,43 +95,49 @@ def compile(
 
 
 @dataclass(slots=True)
+class Outputs:
+    """Structure of outputs: their tree, and the leaves that are no tensors, which tracing fixes."""
+
+    tree: pytree.TreeSpec
+    fixed: list[object]
+
+    @classmethod
+    def of(cls, result: object) -> tuple[Outputs, tuple[torch.Tensor, ...]]:
+        """A result taken apart into what is the same in every call and its tensors."""
+        leaves, tree = pytree.tree_flatten(result)
+        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return cls(tree, [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves]), tensors
+
+    def join(self, tensors: Sequence[object]) -> object:
+        """The result with these tensors."""
+        if self.tree.is_leaf():
+            return tensors[0] if self.fixed[0] is _TENSOR else self.fixed[0]
+        rest = iter(tensors)
+        leaves = [next(rest) if leaf is _TENSOR else leaf for leaf in self.fixed]
+        return pytree.tree_unflatten(leaves, self.tree)
+
+
+@dataclass(slots=True)
 class _Entry:
-    """One combination of arguments: the module compiled for it, and how calls go without torch.
+    """One combination of arguments: the compiled function, its graphs, what its outputs are."""
 
-    Each has a backend of its own. TorchDynamo keeps what it compiles by backend, and so takes none
-    of it for arguments that differ in what it does not guard, such as which of them overlap.
-    """
-
-    name: str
-    backend: Backend
-    traced: Callable[..., object]
+    call: Callable[..., Sequence[object]]
+    compilation: Compilation
+    outputs: Outputs
     calls: int = 0
     direct: Direct | None = None
 
-    def run(self, args: tuple[object, ...], kwargs: dict[str, object], observer: Any = None) -> Any:
-        """A call through torch; the observer sees the runs of graphs."""
-        self.backend.watch.observer = observer
-        try:
-            return self.traced(*args, **kwargs)
-        except TorchRuntimeError as error:
-            if "resolve the process group" not in str(error):
-                raise
-            raise TeamError(
-                f"{self.name} communicates in a process group that was destroyed. fix: make the "
-                "group, its mesh and the module on it anew"
-            ) from error
-        except (Unsupported, FailOnRecompileLimitHit, SizeError) as error:
-            raise _in_words(self.name, error) from error
-        finally:
-            self.backend.watch.observer = None
-
-
-class _Prepared(BaseException):
-    """Ends a call as it comes to its graph, which is compiled and bound then."""
-
-
-def _stop(graph: CompiledGraph, call: Run, args: Boxed) -> Sequence[object]:
-    raise _Prepared
+    def run(self, tensors: Sequence[torch.Tensor]) -> object:
+        """A call through AOTAutograd; the second one shows whether others need it."""
+        if self.direct is not None:  # its Executor was closed
+            self.direct, self.calls = None, 0
+        graphs = self.compilation.graphs
+        if self.calls != 1 or [a.kind for a in graphs] != ["inference"]:
+            results = self.call(*tensors)
+        else:
+            results, self.direct = observed(self.call, graphs[0], tensors, self.outputs.join)
+        self.calls += 1
+        return self.outputs.join(results)
 
 
 class Compiled(nn.Module):
@@ -156,9 +151,9 @@ class Compiled(nn.Module):
     __slots__ = ("_entries", "_keys", "_mesh", "fn", "options")
     fn: Any
     options: Options
-    _entries: BoundedCache[_Entry]
     _keys: CallKeys
     _mesh: DeviceMesh | None
+    _entries: BoundedCache[_Entry]
 
     def __new__(cls, fn: nn.Module, mesh: DeviceMesh | None, options: Options) -> Compiled:
         compiled = object.__new__(type(f"Compiled{type(fn).__name__}", (cls, type(fn)), {}))
@@ -167,23 +162,20 @@ class Compiled(nn.Module):
 
     def __init__(self, fn: nn.Module, mesh: DeviceMesh | None, options: Options) -> None:
         entries = BoundedCache[_Entry](
-            name_of(fn), options.cache_size, lambda entry: entry.backend.reset()
+            name_of(fn), options.cache_size, lambda entry: entry.compilation.close()
         )
         own = {"fn": fn, "options": options, "_mesh": mesh}
         for name, value in {**own, "_keys": CallKeys(fn), "_entries": entries}.items():
             object.__setattr__(self, name, value)  # nn.Module would register `fn` as a child
-        weakref.finalize(self, entries.clear)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Returns the module's result for these arguments."""
         call = self._keys.of(args, kwargs)
-        entry = self._entries.get(call.key)
-        if entry is not None:
-            direct = entry.direct
-            if direct is not None and direct.executor.engine is not None:
-                return direct(call.tensors)
-        through_torch: Any = torch.compiler.disable(self._through_torch)  # within others' graphs
-        return through_torch(call, args, kwargs)
+        entry = self._entries.get(call.key) or self._add(call, args, kwargs)
+        direct = entry.direct
+        if direct is not None and direct.executor.engine is not None:
+            return direct(call.tensors)
+        return entry.run(call.tensors)
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         """The compiled call."""
@@ -193,50 +185,8 @@ class Compiled(nn.Module):
         """Compiles for arguments like these and runs nothing. All ranks call it together."""
         call = self._keys.of(args, kwargs)
         if self._entries.get(call.key) is None:
-            with contextlib.suppress(_Prepared):
-                compile_only: Any = torch.compiler.disable(self._compile)
-                compile_only(call, args, kwargs, _stop)
+            self._add(call, args, kwargs)
         return self
-
-    def _through_torch(
-        self, call: ModuleCall, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Any:
-        """A call through TorchDynamo and AOTAutograd; the one after that which compiles shows
-        whether others need them."""
-        entry = self._entries.get(call.key)
-        if entry is None:
-            return self._compile(call, args, kwargs)
-        if entry.direct is not None:  # its Executor was closed
-            entry.direct, entry.calls = None, 0
-        if entry.calls == 1 and [graph.kind for graph in entry.backend.graphs] == ["inference"]:
-            observer = Observer(call.tensors)
-            result = entry.run(args, kwargs, observer)
-            entry.direct = observer.direct(result)
-        else:
-            result = entry.run(args, kwargs)
-        entry.calls += 1
-        return result
-
-    def _compile(
-        self,
-        call: ModuleCall,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-        observer: Any = None,
-    ) -> Any:
-        """The first call with such arguments."""
-        backend, options = Backend(() if self._mesh is None else (self._mesh,)), self.options
-        how: dict[str, Any] = {"backend": backend, "options": options, "dynamic": False}
-        entry = _Entry(name_of(self.fn), backend, torch.compile(self.fn, fullgraph=True, **how))
-        limits = {"recompile_limit": MOST_COMPILED, "accumulated_recompile_limit": MOST_COMPILED}
-        try:
-            with dynamo_config.patch(limits):
-                result = entry.run(args, kwargs, observer)
-            entry.calls += 1
-            return result
-        finally:
-            if backend.graphs:  # also where the run itself failed
-                self._entries.add(call.key, entry)
 
     @property
     def bound(self) -> tuple[Bound, ...]:
@@ -251,14 +201,13 @@ class Compiled(nn.Module):
     @property
     def graphs(self) -> Sequence[CompiledGraph]:
         """Graphs of the arguments met last, forward before backward; none before the first call."""
-        return [graph for entry in self._entries.all()[-1:] for graph in entry.backend.graphs]
+        return [graph for entry in self._entries.all()[-1:] for graph in entry.compilation.graphs]
 
     @property
     def program(self) -> Program:
         """The overlapped Program of the forward pass."""
         if not (programs := self.programs):
-            why = "".join(f": the graph {graph.unscheduled}" for graph in self.graphs[:1])
-            raise ExecutorError(f"there is no Program{why}")
+            raise ExecutorError(f"there is no Program: the graph {self.graphs[0].unscheduled}")
         return programs[0]
 
     @property
@@ -284,18 +233,54 @@ class Compiled(nn.Module):
     def __reduce__(self) -> object:
         return Compiled, (self.fn, self._mesh, self.options)
 
+    def _add(self, call: ModuleCall, args: tuple[object, ...], kwargs: dict[str, object]) -> _Entry:
+        trace: Any = torch.compiler.disable(self._compile)  # within what it compiles too
+        entry = trace(call, args, kwargs)
+        self._entries.add(call.key, entry)
+        return entry
 
-def _in_words(name: str, error: Exception) -> UnsupportedError:
-    """The error for code that TorchDynamo would leave to Python, in words that help."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    why = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
-    if isinstance(error, FailOnRecompileLimitHit):
-        why = ["it reads a plain value that changes, and is compiled anew for each"]
-    frames: list[Any] = [*(getattr(error, "real_stack", None) or ())]
-    own = [frame for frame in frames if not frame.filename.startswith(TORCH)] or frames
-    place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
-    return UnsupportedError(
-        f"{name} cannot be compiled as a whole{place}: {(why or lines)[0].rstrip('.')}. "
-        'fix: compute that outside and pass it, or use torch.compile(..., backend="interlace"), '
-        "which leaves such lines to Python"
-    )
+    def _compile(
+        self, call: ModuleCall, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> _Entry:
+        refuse_sharded(self.fn)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        found: list[Outputs] = []
+
+        def flat(*given: torch.Tensor) -> tuple[object, ...]:
+            rest = iter(given[len(call.names) :])
+            filled = [next(rest) if isinstance(x, torch.Tensor) else x for x in leaves]
+            args, kwargs = pytree.tree_unflatten(filled, spec)
+            with lent(self.fn, given[: len(call.names)]), Watch():
+                result = self.fn(*args, **kwargs)
+            outputs, results = Outputs.of(result)
+            found.append(outputs)
+            return results
+
+        meshes = meshes_in([*call.tensors, self._mesh])
+        count = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        arguments = [f"arg{i}" for i in range(count)] if count > 1 else ["x"] * count
+        labels = (*(unwrapped(name).replace(".", "_") for name in call.names), *arguments)
+        device = device_of(call.tensors)
+        compilation = Compilation(Setting(self.options, meshes, labels, device))
+        objects = {f"argument {i}": x for i, x in enumerate(args)} | kwargs
+        name = name_of(self.fn)
+
+        def trace(plain: Sequence[object]) -> Callable[..., Sequence[object]]:
+            with none_left(objects | {name: self.fn}), tracing(name):
+                function: Any = _Function(flat)
+                return aot_module_simplified(function, plain, **compilation.compilers())
+
+        call_graphs = compilation.run(trace, call.tensors, name)
+        return _Entry(call_graphs, compilation, found[-1])
+
+
+class _Function(nn.Module):
+    """A function as the module without parameters that AOTAutograd wants."""
+
+    def __init__(self, fn: Callable[..., object]) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, *args: object) -> object:
+        """Returns the function's result."""
+        return self.fn(*args)

@@ -60,30 +60,21 @@ UNCLASSED = "runs as traced: its sizes change, and no class of them has one Prog
 INDUCTOR = "compiled by Inductor as a whole: its sizes change, and it communicates nothing"
 
 
-@dataclass(slots=True)
-class Watch:
-    """Who sees the runs of graphs at the moment."""
-
-    observer: Callable[[CompiledGraph, Run, Boxed], Sequence[object]] | None = None
-    """Runs a call in place of the graph, which it is given with the arguments."""
-
-
 @dataclass(frozen=True, slots=True)
 class Setting:
     """Facts that the graphs of one compilation share."""
 
     options: Options
-    origin: GraphOrigin
-    """Where TorchDynamo met it."""
     meshes: tuple[DeviceMesh, ...] = ()
     labels: tuple[str, ...] = ()
     """The user's names of the arguments."""
     state: frozenset[int] = frozenset()
     """Positions of the arguments that are parameters and buffers."""
     device: str = "cpu"
+    origin: GraphOrigin | None = None
+    """Where TorchDynamo met it, if that traced it."""
     forwards: Forwards = field(default_factory=Forwards, compare=False)
     places: KnownPlaces = field(default_factory=KnownPlaces, compare=False)
-    watch: Watch = field(default_factory=Watch, compare=False)
 
 
 def recorded_signature(gm: fx.GraphModule) -> Hashable | None:
@@ -131,7 +122,8 @@ class CompiledGraph:
         place = next(filter(None, (location(node).module for node in gm.graph.nodes)), "")
         name = f"a {kind} graph{f' of {place}' if place else ''}"
         self._shelf = Shelf(name, setting.options.cache_size)
-        self._watch = setting.watch
+        self.observer: Callable[[Run, Boxed], Sequence[object]] | None = None
+        """Runs a call in place of the graph, which it is given with the arguments."""
         weakref.finalize(self, self._shelf.clear)
 
     def __call__(self, args: Boxed) -> Sequence[object]:
@@ -143,8 +135,7 @@ class CompiledGraph:
         if is_any_autocast_enabled():
             with DisableAutocast():
                 return self(args)
-        observer = self._watch.observer
-        return self._call(args) if observer is None else observer(self, self._call, args)
+        return self._call(args) if self.observer is None else self.observer(self._call, args)
 
     def _call(self, args: Boxed) -> Sequence[object]:
         if self._run is None and self.unscheduled:

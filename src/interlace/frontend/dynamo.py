@@ -30,13 +30,10 @@ from torch.distributed.tensor import DTensor
 from interlace.frontend.importing.nodes import is_state
 from interlace.torch_private import TracingContext
 from interlace.torch_private.dynamo import (
-    AttributeMutationExisting,
     DeletedGuardManagerWrapper,
     GuardBuilder,
-    InstructionTranslator,
     TensorProperty,
     TensorPropertySource,
-    ValueMutationExisting,
     callback_handler,
     innermost_backend,
 )
@@ -53,8 +50,6 @@ class GraphOrigin:
     """The modules and functions that were being called, the innermost first."""
     ended: str
     """Reason and place of the break that ends the graph; empty: it ends with its function."""
-    has_effects: bool = False
-    """The code around the graph writes Python objects, in every call."""
 
     @classmethod
     def of(cls, gm: fx.GraphModule) -> GraphOrigin:
@@ -65,7 +60,7 @@ class GraphOrigin:
             ended = reason.reason.strip().partition("\n")[0]
             if reason.user_stack:
                 ended += f" at {reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno}"
-        return cls(tuple({id(ref()): ref for ref in _callers()}.values()), ended, _has_effects())
+        return cls(tuple({id(ref()): ref for ref in _callers()}.values()), ended)
 
     def is_of(self, wanted: Collection[int]) -> bool:
         """Returns True if one of the callers has one of these ids."""
@@ -89,16 +84,6 @@ class GraphOrigin:
 def name_of(what: object) -> str:
     """Qualified name of a function; for a module, the name of its class."""
     return getattr(what, "__qualname__", type(what).__name__)
-
-
-def _has_effects() -> bool:
-    """Returns True if the code being compiled writes objects that were there before, or hooks."""
-    effects: Any = InstructionTranslator.current_tx().output.side_effects
-    return bool(effects.tensor_hooks) or any(
-        effects.is_modified(variable)
-        and isinstance(variable.mutation_type, AttributeMutationExisting | ValueMutationExisting)
-        for variable in effects.id_to_variable.values()
-    )
 
 
 def _callers() -> Iterator[weakref.ref[object]]:

@@ -68,7 +68,8 @@ def explain(
         return none_of(model)
     groups = [list(group) for _, group in itertools.groupby(graphs, lambda g: id(g.setting.origin))]
     for number, group in enumerate(groups, 1):
-        texts.append(f"graph {number} of {len(groups)}: {group[0].setting.origin.name}")
+        if (origin := group[0].setting.origin) is not None:
+            texts.append(f"graph {number} of {len(groups)}: {origin.name}")
         texts.append(explain_graphs(group, why, memory))
     return "\n\n".join([*texts, *(_hints(graphs) if why else ())])
 
@@ -118,7 +119,8 @@ def graphs_of(model: object) -> list[CompiledGraph]:
     plain = _plain(model)
     parts = plain.modules() if isinstance(plain, nn.Module) else [plain]
     wanted = {id(getattr(part, "__self__", part)) for part in parts}
-    return [graph for graph in backend.graphs if graph.setting.origin.is_of(wanted)]
+    known = [(graph, graph.setting.origin) for graph in backend.graphs]
+    return [graph for graph, origin in known if origin is not None and origin.is_of(wanted)]
 
 
 def _plain(model: Any) -> object:
@@ -155,7 +157,7 @@ def _hints(graphs: Sequence[CompiledGraph]) -> Iterator[str]:
             "outside of it (wrap the compiled module in DDP, not the other way round), and so does "
             "what comes after a graph break; in a world of one rank there is nothing to send"
         )
-    if any(graph.setting.origin.ended for graph in graphs):
+    if any(graph.setting.origin and graph.setting.origin.ended for graph in graphs):
         yield (
             "a communication overlaps only with computation of its own graph, and a graph ends at "
             "a graph break"

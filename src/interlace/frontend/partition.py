@@ -29,6 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from interlace.cost import Machine
 from interlace.errors import OptionError
+from interlace.frontend.calling.tracing import mark_checkpoints
 from interlace.frontend.importing.exchanges import KnownPlaces
 from interlace.frontend.importing.grouped import equal_groups
 from interlace.frontend.importing.nodes import LAZY, aliases, group_of, is_view, location
@@ -106,6 +107,7 @@ class Partition:
         """Forward and backward graph of a joint one."""
         close_gaps(joint.graph)
         equal_groups(joint.graph)
+        mark_checkpoints(joint.graph)
         keep_overwritten(joint.graph)
         merge_gathers(joint.graph)
 

@@ -143,8 +143,10 @@ def _find(kind: str, graph: Program, rank: int, folder: Path) -> Program | None:
             raise ScheduleError(
                 f"no schedule in {folder} is for this {kind} graph: {path.name} is missing, beside "
                 f"{', '.join(others)}. A file was renamed; or the model, its sizes or torch have "
-                f"changed since they were exported. Export it anew, or remove the files {kind}-*"
-                f".ilc to have all {kind} schedules generated"
+                "changed since they were exported; or they are of the other way to compile: graphs "
+                "of torch.compile and of interlace.compile name and order their inputs "
+                f"differently. Export it anew, or remove the files {kind}-*.ilc to have all {kind} "
+                "schedules generated"
             )
         return None
     program = _on_ranks_of(graph, load(path))

@@ -11,20 +11,14 @@ from torch._dynamo.callback import callback_handler as callback_handler
 from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
 from torch._dynamo.eval_frame import innermost_backend as innermost_backend
 from torch._dynamo.eval_frame import innermost_fn as innermost_fn
-from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
 from torch._dynamo.exc import ShortenTraceback as ShortenTraceback
-from torch._dynamo.exc import TorchRuntimeError as TorchRuntimeError
-from torch._dynamo.exc import Unsupported as Unsupported
 from torch._dynamo.guards import DeletedGuardManagerWrapper as DeletedGuardManagerWrapper
 from torch._dynamo.guards import GuardBuilder as GuardBuilder
 from torch._dynamo.source import TensorProperty as TensorProperty
 from torch._dynamo.source import TensorPropertySource as TensorPropertySource
 from torch._dynamo.symbolic_convert import InstructionTranslator as InstructionTranslator
-from torch._dynamo.variables.base import (
-    AttributeMutationExisting as AttributeMutationExisting,
-)
-from torch._dynamo.variables.base import ValueMutationExisting as ValueMutationExisting
 from torch._functorch import config as functorch_config
+from torch._functorch.aot_autograd import aot_module_simplified as aot_module_simplified
 from torch._functorch.partitioners import (
     min_cut_rematerialization_partition as min_cut_rematerialization_partition,
 )

@@ -1,7 +1,9 @@
 """From the arguments of a call to a run.
 
 call_key.py     what a call is known by
+tracing.py      what is in force while torch traces, and what is refused
+leftovers.py    tensors of a trace that are left in Python objects
 arguments.py    a graph's arguments: their signature, and those of its Program
-direct.py       calls of an inference graph without TorchDynamo and AOTAutograd between
+direct.py       calls of an inference graph without AOTAutograd between
 forwards.py     which forward pass a backward pass belongs to
 """

@@ -1,22 +1,20 @@
-"""Calls of an inference graph without TorchDynamo and AOTAutograd between.
+"""Calls of an inference graph without AOTAutograd between, which only takes tensors apart for it.
 
-    observer = Observer(tensors)                 # sees the runs of graphs in one call
-    direct = observer.direct(result)             # how to do the same again; None: not without torch
-    result = direct(tensors)
+    outputs, direct = observed(call, graph, tensors, join)  # a call, and what it was seen to do
+    result = direct(tensors)                                # the same again, with outputs joined
 
-TorchDynamo checks guards, AOTAutograd hands a graph what DTensors hold, and makes DTensors of what
-it gives. Both may do more: write Python objects, write to arguments behind the graph, give out
-views of them or themselves, merge those that overlap. One call shows whether they did: it runs one
-graph, of code that writes no objects; every argument of the graph must be, by identity, an argument
-or what one of them holds, every output the graph's own or made of that and no argument, and what
-else there is to see (gradient mode, versions of the arguments) as the graph left it. Before the
-graph AOTAutograd may have counted versions up, which is done again. All other calls go through
-torch. The call that compiles shows nothing: what it traced may have left another gradient mode
-behind.
+AOTAutograd hands a graph what DTensors hold, and makes DTensors of what it gives. It may do more:
+write to arguments behind the graph, give out views of them or themselves, merge those that overlap.
+One call shows whether it did: here every argument of the graph must be, by identity, an argument or
+what one of them holds, every output the graph's own or made of that and no argument, and what else
+there is to see (gradient mode, versions of the arguments) as the graph left it. Before the graph it
+may have counted versions up, which is done again. All other calls go through AOTAutograd. The call
+that compiles shows nothing: what it traced may have left another gradient mode behind.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,10 +28,7 @@ from interlace.torch_private import (
     DisableAutocast,
     is_any_autocast_enabled,
     is_traceable_wrapper_subclass,
-    pytree,
 )
-
-Versions = list[int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +59,10 @@ class Direct:
     """For each: the position of the tensor, and the name of what is taken of it."""
     completed: Callable[[list[torch.Tensor]], list[torch.Tensor]]
     """Further treatment of the inputs."""
-    tree: pytree.TreeSpec
-    """Nesting of the leaves of what the function gives."""
-    leaves: tuple[object, ...]
-    """Leaves that are no tensors and the same in every call; None where there are tensors."""
-    tensors: tuple[tuple[int, int | _Wrapped], ...]
-    """For each leaf that is a tensor, the result by its place, or what is made of some."""
+    outputs: tuple[int | _Wrapped, ...]
+    """Results by place, or what is made of them."""
+    join: Callable[[Sequence[object]], object]
+    """Makes what the function gives of the outputs."""
     written: tuple[int, ...]
     """The tensors that AOTAutograd says the graph writes: autograd is told by their versions."""
 
@@ -85,55 +78,50 @@ class Direct:
             tensors[i] if inner is None else getattr(tensors[i], inner) for i, inner in self.inputs
         ]
         results = self.executor.run(self.completed(given))
-        leaves = list(self.leaves)
-        for leaf, made in self.tensors:
-            leaves[leaf] = made.around(results) if isinstance(made, _Wrapped) else results[made]
-        return leaves[0] if self.tree.is_leaf() else pytree.tree_unflatten(leaves, self.tree)
+        return self.join(
+            [results[each] if type(each) is int else each.around(results) for each in self.outputs]  # pyright: ignore
+        )
 
 
-class Observer:
-    """Sees what becomes of these tensors in the graphs of one call."""
+def observed(
+    call: Callable[..., Sequence[object]],
+    graph: CompiledGraph,
+    tensors: Sequence[torch.Tensor],
+    join: Callable[[Sequence[object]], object],
+) -> tuple[Sequence[object], Direct | None]:
+    """The outputs of a call of this inference graph, and how to get them without AOTAutograd."""
+    calls: list[tuple[Boxed, list[int | None], Sequence[object], list[int | None]]] = []
+    """Arguments and results of the graph, each with the tensors' versions then."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._before, self._mode = _versions(tensors), torch.is_grad_enabled()
-        self._runs: list[tuple[CompiledGraph, Boxed, Versions, Sequence[object], Versions]] = []
-        """Graphs with arguments and results, each with the tensors' versions then."""
-
-    def __call__(self, graph: CompiledGraph, run: Run, args: Boxed) -> Sequence[object]:
-        given, entered = list(args), _versions(self._tensors)
+    def observe(run: Run, args: Boxed) -> Sequence[object]:
+        given, entered = list(args), _versions(tensors)
         results = run(args)
-        self._runs.append((graph, given, entered, results, _versions(self._tensors)))
+        calls.append((given, entered, results, _versions(tensors)))
         return results
 
-    def direct(self, result: object) -> Direct | None:
-        """The way to the result without torch, once the call has returned; None: there is none."""
-        if len(self._runs) != 1 or torch.is_grad_enabled() != self._mode:
-            return None
-        ((graph, given, entered, results, left),) = self._runs
-        if graph.unscheduled or graph.setting.origin.has_effects:
-            return None
-        bound, (leaves, tree) = graph.bound[-1], pytree.tree_flatten(result)
-        own = {id(tensor) for tensor in self._tensors}
-        if _versions(self._tensors) != left or any(id(leaf) in own for leaf in leaves):
-            return None
-        imported = bound.imported
-        inputs = _inputs(self._tensors, [given[i] for i in imported.inputs])
-        places = dict(zip(map(id, results), imported.outputs, strict=True))
-        tensors = [
-            (i, _made(leaf, places))
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, torch.Tensor)
-        ]
-        outputs = tuple((i, made) for i, made in tensors if made is not None)
-        if inputs is None or len(outputs) < len(tensors):
-            return None
-        fixed = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        written = tuple(i for i, old in enumerate(self._before) if old != entered[i])
-        return Direct(bound.executor, inputs, imported.completed, tree, fixed, outputs, written)
+    before, mode = _versions(tensors), torch.is_grad_enabled()
+    graph.observer = observe
+    try:
+        outputs = call(*tensors)
+    finally:
+        graph.observer = None
+    if len(calls) != 1 or torch.is_grad_enabled() != mode or graph.unscheduled:
+        return outputs, None
+    given, entered, results, left = calls[0]
+    own = {id(tensor) for tensor in tensors}
+    if _versions(tensors) != left or any(id(output) in own for output in outputs):
+        return outputs, None
+    bound = graph.bound[-1]
+    imported = bound.imported
+    inputs = _inputs(tensors, [given[i] for i in imported.inputs])
+    wrapped = _outputs(outputs, results, imported.outputs)
+    if inputs is None or wrapped is None:
+        return outputs, None
+    written = tuple(i for i, version in enumerate(before) if version != entered[i])
+    return outputs, Direct(bound.executor, inputs, imported.completed, wrapped, join, written)
 
 
-def _versions(tensors: Sequence[torch.Tensor]) -> Versions:
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
     return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
@@ -151,16 +139,30 @@ def _inputs(
     return None if None in found else found  # pyright: ignore[reportReturnType]
 
 
-def _made(output: Any, places: Mapping[int, object]) -> int | _Wrapped | None:
-    """An output by its place among the results, or wrapped around some; None if it is neither."""
-    if not is_traceable_wrapper_subclass(output):
-        place = places.get(id(output))
-        return place if isinstance(place, int) else None
-    names, context = output.__tensor_flatten__()
-    values = {name: getattr(output, name) for name in names}
-    inner = {name: places.get(id(x)) for name, x in values.items() if isinstance(x, torch.Tensor)}
-    if not all(isinstance(place, int) for place in inner.values()):
+def _outputs(
+    outputs: Sequence[object], results: Sequence[object], places: Sequence[Any]
+) -> tuple[int | _Wrapped, ...] | None:
+    """Outputs by place among the Program's results, or wrapped; None if `results` has others."""
+    parts = [
+        output.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(output) else ()
+        for output in outputs
+    ]
+    expected = [
+        value
+        for output, names in zip(outputs, parts, strict=True)
+        for value in ([getattr(output, name) for name in names] if names else [output])
+    ]
+    if len(expected) != len(results) or not all(map(operator.is_, expected, results)):
         return None
-    fixed = {name: x for name, x in values.items() if name not in inner}
-    pairs: Any = tuple(inner.items())
-    return _Wrapped(type(output), pairs, fixed, context, output.shape, output.stride())
+    rest = iter(places)
+    return tuple(
+        _wrapped(output, dict(zip(names, rest, strict=False))) if names else next(rest)
+        for output, names in zip(outputs, parts, strict=True)
+    )
+
+
+def _wrapped(output: Any, places: Mapping[str, object]) -> _Wrapped:
+    inner = tuple((name, place) for name, place in places.items() if type(place) is int)
+    fixed = {name: getattr(output, name) for name, at in places.items() if type(at) is not int}
+    context = output.__tensor_flatten__()[1]
+    return _Wrapped(type(output), inner, fixed, context, output.shape, output.stride())

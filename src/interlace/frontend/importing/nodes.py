@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 import re
+import traceback
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,9 @@ COPIES = {
 }
 """Operators that may become views where nobody could tell."""
 
+MODULE_KEY = "interlace_module"
+"""Where `interlace.compile` notes a node's module path, in `meta["custom"]`."""
+
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
 _LOCAL = re.compile(r"^[LG]\[(?:'args'\]\[0(?=\]\.)|'\w+')\]")  # args[0]: a decorator's self
 _MEMBER = re.compile(r"\.(?:__dict__\[')?(_(?:modules|parameters|buffers))(?:'\])?\['([^']+)'\]")
@@ -48,7 +52,8 @@ _ITEM = re.compile(r"\[(?:'([^']+)'|(\d+))\]")
 _WRAPPER = re.compile(
     r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)(?:\.|$)"
 )
-TORCH = str(Path(torch.__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parents[1])
 
 
 def bound(node: fx.Node) -> list[Any]:
@@ -162,12 +167,22 @@ def location(node: fx.Node) -> Loc:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     innermost = list(stack.values())[-1] if stack else ""
     module = module_path(str(innermost[0] if isinstance(innermost, tuple) else innermost))
+    module = module or unwrapped((node.meta.get("custom") or {}).get(MODULE_KEY, ""))
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    outside = [frame for frame in frames if not frame[0].startswith((TORCH, "<"))]
+    outside = [frame for frame in frames if not frame[0].startswith((_TORCH, "<"))]
     if not outside:
         return Loc(module)
     file, line = outside[-1]
     return Loc(module, file, int(line))
+
+
+def users_line(error: BaseException | None = None) -> str:
+    """The innermost line that is neither torch's nor ours, as `file:line`; else nothing: of what
+    led to an error, or to this call."""
+    frames = traceback.extract_tb(error.__traceback__) if error else traceback.extract_stack()
+    lines = [(frame.filename, frame.lineno) for frame in frames]
+    outside = [line for line in lines if not line[0].startswith((_TORCH, _OWN, "<"))]
+    return "{}:{}".format(*outside[-1]) if outside else ""
 
 
 def module_path(path: str) -> str:

@@ -11,8 +11,6 @@ imported for the very sizes of each call, and one that does not runs as it was t
 
 from __future__ import annotations
 
-import contextlib
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
@@ -20,12 +18,10 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.fx.experimental import proxy_tensor
 
 from interlace.errors import SizeError
 from interlace.frontend.importing.nodes import flatten
 from interlace.ir.sizes import Int, NamedSize, SizeClass, at, named
-from interlace.torch_private import sympy_handlers
 
 
 def pin(graph: fx.Graph) -> None:
@@ -176,43 +172,3 @@ def _numbers(fake: object) -> Iterator[tuple[torch.SymInt, Callable[[Any], int] 
 def size_class(values: Mapping[str, int]) -> SizeClass:
     """All sizes of these names, decided for these values."""
     return SizeClass(tuple([NamedSize(name, value) for name, value in sorted(values.items())]))
-
-
-# -- errors of torch -------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def symbolic_sizes() -> Iterator[None]:
-    """Around a trace in which DTensor computes with symbolic sizes.
-
-    Fixes two errors of torch:
-
-    - DTensor asks for `sym_max(s0, 1)`. Where that is `s0`, torch takes it for the source of every
-      other `s0`, its own argument among them, and follows sources until Python's stack overflows.
-      Here the earlier source stays. (Not every version of torch has the function that records it.)
-    - A product of three sizes is written as `operator.mul` of three, which takes two.
-    """
-    register: Any = getattr(proxy_tensor, "_sym_register", None)
-    handlers: Any = {**sympy_handlers(), sympy.Mul: _multiplied}
-
-    def registered(tracer: Any, func: Any, args: tuple[object, ...], out: Any) -> None:
-        sources = tracer.sympy_expr_tracker
-        expr = out.node.expr if isinstance(out, torch.SymInt) else None
-        before = sources.get(expr)
-        register(tracer, func, args, out)
-        if before is not None:
-            sources[expr] = before
-
-    mended: dict[str, object] = {"_sympy_handlers": lambda: handlers}
-    if register is not None:
-        mended["_sym_register"] = registered
-    before = {name: getattr(proxy_tensor, name) for name in mended}
-    try:
-        proxy_tensor.__dict__.update(mended)
-        yield
-    finally:
-        proxy_tensor.__dict__.update(before)
-
-
-def _multiplied(*sizes: Any) -> Any:
-    return reduce(operator.mul, sizes)
