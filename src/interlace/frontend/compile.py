@@ -25,6 +25,7 @@ from interlace.errors import ExecutorError, OptionError
 from interlace.frontend.backend import Compilation, meshes_in, options_from
 from interlace.frontend.binding import Bound
 from interlace.frontend.caches import BoundedCache
+from interlace.frontend.calling.as_module import AsModule
 from interlace.frontend.calling.call_key import CallKeys, ModuleCall
 from interlace.frontend.calling.direct import Direct, observed
 from interlace.frontend.calling.leftovers import none_left
@@ -140,33 +141,17 @@ class _Entry:
         return self.outputs.join(results)
 
 
-class Compiled(nn.Module):
-    """A compiled module: call it as the module; ask it what it does.
-
-    Note [One dictionary]: its class derives from that of the module, and its `__dict__` is that of
-    the module. So parameters, modes, hooks and whatever else is read, set or called on one of them
-    is the other's too; what is of the compilation alone lies in slots.
-    """
-
-    __slots__ = ("_entries", "_keys", "_mesh", "fn", "options")
-    fn: Any
-    options: Options
-    _keys: CallKeys
-    _mesh: DeviceMesh | None
-    _entries: BoundedCache[_Entry]
-
-    def __new__(cls, fn: nn.Module, mesh: DeviceMesh | None, options: Options) -> Compiled:
-        compiled = object.__new__(type(f"Compiled{type(fn).__name__}", (cls, type(fn)), {}))
-        object.__setattr__(compiled, "__dict__", fn.__dict__)
-        return compiled
+class Compiled(AsModule):
+    """A compiled module: call it as the module; ask it what it does."""
 
     def __init__(self, fn: nn.Module, mesh: DeviceMesh | None, options: Options) -> None:
-        entries = BoundedCache[_Entry](
+        self.fn = fn
+        self.options = options
+        self._keys = CallKeys(fn)
+        self._mesh = mesh
+        self._entries: BoundedCache[_Entry] = BoundedCache(
             name_of(fn), options.cache_size, lambda entry: entry.compilation.close()
         )
-        own = {"fn": fn, "options": options, "_mesh": mesh}
-        for name, value in {**own, "_keys": CallKeys(fn), "_entries": entries}.items():
-            object.__setattr__(self, name, value)  # nn.Module would register `fn` as a child
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Returns the module's result for these arguments."""
@@ -176,10 +161,6 @@ class Compiled(nn.Module):
         if direct is not None and direct.executor.engine is not None:
             return direct(call.tensors)
         return entry.run(call.tensors)
-
-    def forward(self, *args: object, **kwargs: object) -> Any:
-        """The compiled call."""
-        return self(*args, **kwargs)
 
     def prepare(self, *args: object, **kwargs: object) -> Compiled:
         """Compiles for arguments like these and runs nothing. All ranks call it together."""
@@ -227,11 +208,11 @@ class Compiled(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
         """The same of a copy of the module, compiled anew when it is called."""
-        copied = memo[id(self)] = Compiled(copy.deepcopy(self.fn, memo), self._mesh, self.options)
+        copied = memo[id(self)] = type(self)(copy.deepcopy(self.fn, memo), self._mesh, self.options)
         return copied
 
     def __reduce__(self) -> object:
-        return Compiled, (self.fn, self._mesh, self.options)
+        return type(self), (self.fn, self._mesh, self.options)
 
     def _add(self, call: ModuleCall, args: tuple[object, ...], kwargs: dict[str, object]) -> _Entry:
         trace: Any = torch.compiler.disable(self._compile)  # within what it compiles too
@@ -260,8 +241,8 @@ class Compiled(nn.Module):
         count = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
         arguments = [f"arg{i}" for i in range(count)] if count > 1 else ["x"] * count
         labels = (*(unwrapped(name).replace(".", "_") for name in call.names), *arguments)
-        device = device_of(call.tensors)
-        compilation = Compilation(Setting(self.options, meshes, labels, device))
+        state, device = frozenset(range(len(call.names))), device_of(call.tensors)
+        compilation = Compilation(Setting(self.options, meshes, labels, state, device))
         objects = {f"argument {i}": x for i, x in enumerate(args)} | kwargs
         name = name_of(self.fn)
 
