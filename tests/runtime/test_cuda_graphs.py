@@ -238,6 +238,23 @@ def test_what_loses_its_memory_again_and_again_is_copied_from_then_on(graphed: G
     assert graphed.graphs.moved == {0}, "these are still there"
 
 
+def test_runs_with_and_without_given_outputs_have_pairs_of_their_own(graphed: Graphed) -> None:
+    """Also where the outputs are copied, as they came at other addresses again and again."""
+    graphed.held, inputs, out = None, [tensor(), tensor()], [tensor()]
+    for _ in range(graphs_file.FEW + 2):
+        graphed.run(inputs, out)
+        graphed.results, out[0] = (), tensor()
+    assert graphed.graphs.moved == {2}
+    captures = graphed.captures
+    for _ in range(2):
+        graphed.run(inputs, None)
+        assert graphed.results[0] is not out[0]
+        graphed.run(inputs, out)
+        assert graphed.results[0] is out[0]
+    assert graphed.captures == captures + 2
+    assert len(graphed.pairs) == 2
+
+
 def test_another_set_of_parameters_has_a_pair_of_its_own(
     graphed: Graphed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

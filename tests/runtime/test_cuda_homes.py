@@ -103,6 +103,9 @@ def test_lent_results_lie_in_memory_of_the_pair(seed: int) -> None:
     assert pair.held(1) == {2}
     del part
     assert not pair.held(1)
+    assert pair.fits(three()[:2])
+    run(three()[:2])[0].untyped_storage().resize_(0)
+    assert not pair.fits(three()[:2]), "what is replayed would write to memory that is free"
 
 
 def test_copied_results_are_of_each_run_and_have_their_strides() -> None:

@@ -69,10 +69,12 @@ class Move:
     numel: int
 
 
-def write_moves(p: Builder, moves: Sequence[Move], rank: int, team: str, slot: str) -> None:
+def write_moves(
+    p: Builder, moves: Sequence[Move], rank: int, team: str, slot: str, numel: int = 0
+) -> None:
     """Writes this rank's part of moves: one group of messages; or, through a `slot` of that element
-    type, in which sources lay their regions and from which targets get them, one peer after
-    another.
+    type (of `numel` elements at least), in which sources lay their regions and from which targets
+    get them, one peer after another.
     """
     sent = [move for move in moves if move.source == rank]
     taken = [move for move in moves if move.target == rank]
@@ -91,7 +93,7 @@ def write_moves(p: Builder, moves: Sequence[Move], rank: int, team: str, slot: s
         if (key := (move.source, move.region)) not in starts:
             starts[key] = ends.get(move.source, 0)
             ends[move.source] = starts[key] + move.numel
-    regions = p.alloc("regions", slot, (max(ends.values()),), symmetric=team)
+    regions = p.alloc("regions", slot, (max(numel, *ends.values()),), symmetric=team)
 
     def place(move: Move) -> Handle:
         start = starts[move.source, move.region]
@@ -127,6 +129,8 @@ class BucketExchange:
     copies: bool
     """True if weights are copied from slots of their owners: on GPUs by copy engines, which leave
     every SM to the updates and the forward, while a collective would wait on some of them."""
+    slot_bytes: int = 0
+    """Bytes of the slot of copies, which those of other buckets use too; 0: what this one needs."""
 
     def reduced(self, name: str, tensor: torch.Tensor, op: str, ranks: int, rank: int) -> Program:
         """Gradients: shards are reduced, and what another rank owns of a shard goes to it."""
@@ -156,7 +160,8 @@ class BucketExchange:
                     ]
                     # each rank begins with another
                     moves.sort(key=lambda move: (move.source - rank) % ranks)
-                    write_moves(p, moves, rank, "dp", kind)
+                    numel = self.slot_bytes // tensor.itemsize
+                    write_moves(p, moves, rank, "dp", kind, numel)
                 else:
                     moves = [_move(flat, m.owner, m.holder, m.start, m.stop) for m in messages]
                     write_moves(p, moves, rank, "dp", "")

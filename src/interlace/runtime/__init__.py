@@ -7,7 +7,7 @@ values.py     the per-run table that calls read their arguments from; copies tha
 flight.py     what every stream was doing, for errors and for timelines
 machine.py    the machine that `auto` asks: the calibration of this host, or the built-in model
 
-prepare/      what ranks do together before the first run: agree, plan, register
+prepare/      what ranks do together before the first run: agree and plan
 calling/      from the name of an operator or a region to one bound function
 host/         the CPU;  cuda/: GPUs
 """

@@ -2,7 +2,6 @@
 
 driver.py        the few functions of the CUDA driver that runs use
 memory.py        device memory that every rank of a team maps, and the symmetric slots in it
-registry.py      tensors of callers that peers map
 words.py         counters in mapped memory: signals, bounded access, what exchanges stage
 side.py          a team's device side: all of these, the hand-over from run to run, reset
 nccl.py          NCCL's ranks connected, its collectives and messages on a stream, its end

@@ -88,6 +88,10 @@ REMOVED = {
 """Options of former releases, and what serves instead."""
 
 
+LARGE = 4
+"""`bucket_bytes` that a slot of weights may have."""
+
+
 class LayerWise:
     """An optimizer whose parameters have owners, one rank of `mesh` each.
 
@@ -121,10 +125,12 @@ class LayerWise:
     have less). Owners are balanced by the optimizer's `update_cost(parameter)` where it has that,
     else by elements. With `check_replicas_every=N`, every N-th step begins with `check_replicas`.
     `options`: `timeout_s` bounds every wait for a peer, `overlap=False` reduces in `step` only,
-    `trace` keeps `timelines()`. On GPUs of one host weights are copied from their owners' memory by
-    copy engines, and gradients reduced by NCCL; `transport="nccl"` has NCCL do both, which needs
-    SMs while the optimizer and the forward compute; with `transport="peer"` ranks read each other's
-    memory for both, and sums go in rank order (GPUs that ranks share need that).
+    `trace` keeps `timelines()`. On GPUs of one host weights are copied from slots of their owners
+    by copy engines, and gradients reduced by NCCL; the slots of a rank take twice what one owner
+    has of the largest bucket, and buckets of which that is over four `bucket_bytes` go by NCCL.
+    `transport="nccl"` has NCCL do all, which needs SMs while the optimizer and the forward compute;
+    with `transport="peer"` ranks read each other's slots for both, and sums go in rank order (GPUs
+    that ranks share need that).
 
     Raises OptimizerError or UnsupportedError for parameters that cannot be served so. When a peer
     fails, the error names the bucket and the module that waited; the weights are then undefined.
@@ -188,7 +194,8 @@ class LayerWise:
             before, then = calls_around(weights, grads, [*self._shared], self._homes)
 
             def runs_by(copies: bool) -> BucketRuns:
-                runs = runs_of(plan, weights, grads, op, chosen.transport, copies, self._shared)
+                most = 0 if not copies else LARGE * bucket_bytes
+                runs = runs_of(plan, weights, grads, op, chosen.transport, most, self._shared)
                 runs = [*(self._pipeline.programs if self._pipeline else ()), *runs]
                 return BucketRuns(runs, group, chosen, before=before, then=then)
 
@@ -495,18 +502,25 @@ def runs_of(
     grads: Sequence[Bucket],
     op: str,
     transport: str,
-    copies: bool,
+    most: int,
     shared: Mapping[str, Tensor],
 ) -> list[tuple[Write, Tensor]]:
-    """The Programs with their buffers; `grads` is empty where gradients come reduced. `copies`:
-    weights are copied from their owners' memory.
+    """The Programs with their buffers; `grads` is empty where gradients come reduced. Weights of a
+    bucket of which no owner has more than `most` bytes are copied from slots of their owners, all
+    others too where `transport` has no all-gather in place ("peer").
     """
     peer = transport == "peer"
+    nbytes = [
+        bucket.largest * weights[i].flat.itemsize for i, bucket in enumerate(plan.ownership.buckets)
+    ]
+    slot_bytes = max((size for size in nbytes if peer or size <= most), default=0)
     reductions: list[tuple[Write, Tensor]] = []
     gathers: list[tuple[Write, Tensor]] = []
     for i, bucket in enumerate(plan.ownership.buckets):
         about = shown([plan.names[number] for number in bucket.items])
-        exchange, flat = BucketExchange(bucket, about, peer, copies), weights[i].flat
+        copies = nbytes[i] <= slot_bytes and most > 0
+        exchange = BucketExchange(bucket, about, peer, copies, slot_bytes)
+        flat = weights[i].flat
         gathers.append((partial(exchange.gathered, f"gather_bucket_{i}", flat), flat))
         if grads:
             flat = grads[i].flat
@@ -523,7 +537,7 @@ def runs_of(
 def by_copies_if_possible(
     make: Callable[[bool], BucketRuns], transport: str, device: torch.device
 ) -> BucketRuns:
-    """The runs with weights copied from their owners' memory (`make(True)`) where the transport is
+    """The runs with weights copied from slots of their owners (`make(True)`) where the transport is
     "peer", or it is "auto" on GPUs whose memory all ranks can map; else by all-gathers.
     """
     if transport == "peer":

@@ -70,6 +70,11 @@ class BucketPlan:
     numel: int
     """Elements of the buffer: with the padding, a multiple of the number of ranks."""
 
+    @property
+    def largest(self) -> int:
+        """Elements of the owner that has most."""
+        return max(stop - start for start, stop in pairwise(self.bounds))
+
     def messages(self) -> tuple[BucketMessage, ...]:
         """Elements that lie in the shard of a rank that does not own them, in order of place."""
         ranks = len(self.bounds) - 1

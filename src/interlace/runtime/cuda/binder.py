@@ -14,9 +14,9 @@ Note [When slots are taken]
     stream that computes seldom waits. Executors share slots: what one only writes itself another's
     peers may read, and then it waits as well.
 
-    What callers register is ordered by the Program's signals alone. In a graph those are words that
-    the peer's next run takes back, so there a stream also waits before it raises any: raised
-    earlier, they would be taken back too (graphs.py, Note [Words in graphs]).
+    In a graph, signals are words that the peer's next run takes back, so there a stream also waits
+    before it raises any: raised earlier, they would be taken back too (graphs.py, Note [Words in
+    graphs]).
 """
 
 from __future__ import annotations

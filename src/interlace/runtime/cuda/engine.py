@@ -469,15 +469,15 @@ class CudaEngine(Engine):
         if self.graphs is not None:
             self.graphs.close()
         self.binding.close()
-        self.marks.close()
-        self.driver.destroy_event(self._told)
         arena = self.context.arena
         if over:
             self.context.values.drop()
         elif arena is self._arena:
-            arena.abandon()
+            arena.abandon()  # before its marks say that all is done
         if arena.last is not None and arena.last[2] is self.marks:
             arena.last = None
+        self.marks.close()
+        self.driver.destroy_event(self._told)
 
 
 def keeps_memory(context: EngineContext) -> bool:

@@ -142,10 +142,14 @@ class GraphPair:
             homes = {name: new() for name, new in make.items()}
         self._watched = [(homes[n].untyped_storage(), frozenset(of)) for n, of in numbers.items()]
         """The storage of each, and the lent results in it."""
+        self._sizes = [(storage, storage.nbytes()) for storage, _ in self._watched]
         return homes
 
     def fits(self, given: Sequence[torch.Tensor]) -> bool:
-        """True if the graphs can read these tensors, which lie where they are to lie."""
+        """True if the graphs can read these tensors, which lie where they are to lie, and write
+        their results, whose memory no caller has given back (`resize_`)."""
+        if any(storage.nbytes() != nbytes for storage, nbytes in self._sizes):
+            return False
         return all(given[i].is_cuda for i in self.moved.values()) and not self._replaced()
 
     def _replaced(self) -> set[int]:

@@ -162,7 +162,8 @@ FEW, RECENT = 3, 100
 """Times, in so many runs, that pairs are captured anew as memory that they read has gone, before
 the tensors that lose theirs are copied."""
 Key = tuple[int, ...]
-"""The addresses of the tensors that a pair reads where they lie."""
+"""The addresses of the tensors that a pair reads where they lie; where some move, behind the number
+of all."""
 
 
 class GraphMemory:
@@ -182,6 +183,14 @@ class GraphMemory:
         # NCCL's watchdog asks about events meanwhile.
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         self._graphs.add(graph)
+
+    def end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends a capture. A pool in which one failed takes no other."""
+        try:
+            graph.capture_end()
+        except BaseException:
+            self._pool = torch.cuda.graph_pool_handle()
+            raise
 
     def reset(self, graph: torch.cuda.CUDAGraph) -> None:
         self._graphs.discard(graph)
@@ -265,9 +274,10 @@ class Graphs:
         return pair
 
     def _key(self, at: Key) -> Key:
+        """The addresses of what stays, and how many tensors there are: outputs may be given too."""
         if not self.moved:
             return at
-        return tuple([address for i, address in enumerate(at) if i not in self.moved])
+        return (len(at), *[address for i, address in enumerate(at) if i not in self.moved])
 
     def _outdated(self, at: Key, given: Sequence[torch.Tensor], stream: int) -> list[GraphPair]:
         """Takes out the pairs that are not used again, as they were captured or at all."""
@@ -324,7 +334,7 @@ class Graphs:
                             values.move(new_storage(values.nbytes, device))
                         results = self.issue(turn, named, pair.homes)
                     finally:
-                        graph.capture_end()
+                        self.memory.end(graph)
                 pair.take_results(results, self.changed)
                 del results  # so that its memory is the pool's again
                 pair.launch.append(self._launcher(graph))
