@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import re
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
+from interlace.optim.layer_wise.optimizer import runs_of
 from interlace.optim.layer_wise.ownership import (
     ALIGNMENT,
     MOST_BYTES,
@@ -120,6 +125,24 @@ def test_all_ranks_plan_alike(seed: int) -> None:
     assert own(items, 4, 2000) == own(list(items), 4, 2000)
     cost, _ = per_rank(items, own(items, 4, 2000), 4)
     assert sorted(cost) == [2.0, 2.0, 2.0, 3.0]
+
+
+def test_a_large_bucket_is_gathered_in_place_and_the_others_share_one_slot() -> None:
+    """An embedding among small parameters; ranks that read each other's memory copy it too."""
+    sizes = {"embed": 4096, **{f"p{i}": 64 << i for i in range(4)}}
+    ownership = own([ParameterCost(n, size, "f32", 4, size) for n, size in sizes.items()], 2, 2048)
+    flats = [torch.zeros(bucket.numel) for bucket in ownership.buckets]
+    plan: Any = Mock(ownership=ownership, names=[*sizes])
+    weights: Any = [Mock(flat=flat) for flat in flats]
+    for transport, alone in (("auto", "all_gather("), ("peer", "get(")):
+        runs = runs_of(plan, weights, [], "sum", transport, 4 * 2048, {})
+        large, *rest = [str(write(2, 0)) + str(write(2, 1)) for write, _ in runs]
+        assert alone in large
+        assert all("get(" in text and "all_gather(" not in text for text in rest)
+        slots = {re.findall(r"regions = alloc\((\S+), symmetric=dp", text)[0] for text in rest}
+        assert len(slots) == 1
+    for write, _ in runs_of(plan, weights, [], "sum", "nccl", 0, {}):
+        assert "all_gather(" in str(write(2, 0))
 
 
 def test_the_first_buckets_are_small() -> None:

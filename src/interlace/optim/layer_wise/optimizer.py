@@ -194,7 +194,7 @@ class LayerWise:
             before, then = calls_around(weights, grads, [*self._shared], self._homes)
 
             def runs_by(copies: bool) -> BucketRuns:
-                most = 0 if not copies else LARGE * bucket_bytes
+                most = LARGE * bucket_bytes if copies else 0
                 runs = runs_of(plan, weights, grads, op, chosen.transport, most, self._shared)
                 runs = [*(self._pipeline.programs if self._pipeline else ()), *runs]
                 return BucketRuns(runs, group, chosen, before=before, then=then)
@@ -511,14 +511,14 @@ def runs_of(
     """
     peer = transport == "peer"
     nbytes = [
-        bucket.largest * weights[i].flat.itemsize for i, bucket in enumerate(plan.ownership.buckets)
+        b.largest * w.flat.itemsize for b, w in zip(plan.ownership.buckets, weights, strict=True)
     ]
     slot_bytes = max((size for size in nbytes if peer or size <= most), default=0)
     reductions: list[tuple[Write, Tensor]] = []
     gathers: list[tuple[Write, Tensor]] = []
     for i, bucket in enumerate(plan.ownership.buckets):
         about = shown([plan.names[number] for number in bucket.items])
-        copies = nbytes[i] <= slot_bytes and most > 0
+        copies = peer or nbytes[i] <= most
         exchange = BucketExchange(bucket, about, peer, copies, slot_bytes)
         flat = weights[i].flat
         gathers.append((partial(exchange.gathered, f"gather_bucket_{i}", flat), flat))

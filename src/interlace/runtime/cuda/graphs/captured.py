@@ -140,15 +140,15 @@ class GraphPair:
                 name: maker(whole(plan.buffers[name]), self._context.device) for name in numbers
             }
             homes = {name: new() for name, new in make.items()}
-        self._watched = [(homes[n].untyped_storage(), frozenset(of)) for n, of in numbers.items()]
-        """The storage of each, and the lent results in it."""
-        self._sizes = [(storage, storage.nbytes()) for storage, _ in self._watched]
+        storages = {name: home.untyped_storage() for name, home in homes.items()}
+        self._watched = [(s, s.nbytes(), frozenset(numbers[n])) for n, s in storages.items()]
+        """The storage of each, its bytes, and the lent results in it."""
         return homes
 
     def fits(self, given: Sequence[torch.Tensor]) -> bool:
         """True if the graphs can read these tensors, which lie where they are to lie, and write
         their results, whose memory no caller has given back (`resize_`)."""
-        if any(storage.nbytes() != nbytes for storage, nbytes in self._sizes):
+        if any(storage.nbytes() != nbytes for storage, nbytes, _ in self._watched):
             return False
         return all(given[i].is_cuda for i in self.moved.values()) and not self._replaced()
 
@@ -171,7 +171,7 @@ class GraphPair:
         if self._stream not in (None, stream):  # reads there are behind no event
             return frozenset(self._lent if self.homes else ())
         held = frozenset[int]()
-        for storage, numbers in self._watched:
+        for storage, _, numbers in self._watched:
             if storage_use_count(storage._cdata) != ALONE:
                 held |= numbers
         return held
