@@ -46,6 +46,37 @@ def compared(programs: Sequence[Program]) -> Report:
     return report
 
 
+LAUNCHED = """
+def f(tp: Team[8], x: i16[2, 3], y: out[i16[16, 3]]):
+    main: copy(x, y[0])
+    main: copy(x, y[1])
+    main: copy(x, y[2])
+    main: copy(x, y[3])
+    main: copy(x, y[4])
+    main: copy(x, y[5])
+    main: copy(x, y[6])
+    main: copy(x, y[7])
+    main: record(e0)
+    comm: wait(e0)
+    comm: recv(x[0:0], peer=tp.rank - 1)
+    side: wait(e0)
+    side: send(y[2:4][0:0], peer=tp.rank + 1)
+    b = alloc(i16[16, 3], symmetric=tp, stream="comm")
+    comm: reduce_scatter(y, b[1], reduce="sum", team=tp)
+    comm: notify(ready, to=tp.rank - 1)
+    comm: expect(ready, tp.rank + 1)
+    comm: put(x, b[1], peer=tp.rank + 1)
+    comm: notify(there, to=tp.rank + 1)
+    comm: expect(there, tp.rank - 1)
+    comm: free(b)
+"""
+
+
+def test_a_fold_leaves_out_no_remark_on_launches() -> None:
+    """Its sweep adds a node to the graph that launches are looked for in."""
+    assert [found.kind for found in compared([parse(LAUNCHED)]).findings] == ["launch-order"]
+
+
 def can_fold(programs: Sequence[Program]) -> bool:
     return Turns.of([lower(p, Regions(), number=k) for k, p in enumerate(programs)]) is not None
 

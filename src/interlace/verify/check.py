@@ -148,6 +148,7 @@ def _findings(
 ) -> list[Finding]:
     """All findings but those of the sweep, which is run."""
     builder.build()
+    launched = launch_order(builder, explain)  # the sweep of a fold adds a node
     sweep.run()
     first_places = {place.source: place for place in reversed(builder.places)}
     findings = [
@@ -163,8 +164,7 @@ def _findings(
         findings += scales(builder, sweep, explain)
     findings += mismatches(builder, explain)
     findings += deadlocks(builder, explain)
-    findings += launch_order(builder, explain)
-    return findings
+    return findings + launched
 
 
 def _explainer(sources: Sequence[LoweredProgram], again: Callable[..., Report]) -> Explainer:
