@@ -40,11 +40,11 @@ from interlace.frontend.importing.nodes import (
 )
 from interlace.frontend.importing.symbols import Symbols, pin
 from interlace.frontend.teams import Teams
-from interlace.ir import View
+from interlace.ir import View, views_in
 from interlace.options import Options
 from interlace.runtime.calling.regions import compile_symbolic
 from interlace.runtime.engine import GraphUse
-from interlace.torch_private import DisableAutocast, is_any_autocast_enabled
+from interlace.torch_private import DisableAutocast, is_any_autocast_enabled, keeps_graph
 from interlace.torch_private.dynamo import boxed_nop
 
 log = logging.getLogger(__name__)
@@ -154,8 +154,10 @@ class CompiledGraph:
         args.clear()
         _, bound, symbols = last
         forwards = self.setting.forwards
-        boxed = self.kind == "backward"
-        origin = forwards.origin(given) if boxed else None
+        backward = self.kind == "backward"
+        # A CUDA graph writes its results where freed inputs lay, whoever still refers to them.
+        boxed = backward and not (self.setting.options.graph and keeps_graph())
+        origin = forwards.origin(given) if backward else None
         results = bound.run(given, symbols, origin, boxed)
         if self.kind == "forward":
             forwards.note(results)
@@ -273,7 +275,7 @@ class CompiledGraph:
             labels=labels,
             values=values,
             sizes=symbols,
-            boxed=self.kind == "backward" and not self.setting.options.graph,
+            boxed=self.kind == "backward",
         )
         return replace(found, graph_use=self._graph_use(found)), teams
 
@@ -290,6 +292,10 @@ class CompiledGraph:
             return GraphUse(frozenset(moving))
         outputs = imported.outputs[len(imported.outputs) - forwards.num_saved :]
         saved = [number for number in outputs if isinstance(number, int)]
-        args = [imported.program.returned()[number] for number in saved]
+        results = imported.program.returned()
+        args = [results[number] for number in saved]
         forwards.saved_inputs = [arg.buffer in moving for arg in args if isinstance(arg, View)]
-        return GraphUse(frozenset(moving), frozenset(saved))
+        known = {buffer.name for buffer in imported.program.params}
+        known |= {v.buffer for n in {*range(len(results))} - {*saved} for v in views_in(results[n])}
+        handed = {n for n in saved if all(v.buffer not in known for v in views_in(results[n]))}
+        return GraphUse(frozenset(moving), frozenset(saved), frozenset(handed))
