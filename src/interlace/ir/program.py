@@ -305,6 +305,14 @@ def spots(ops: Sequence[Op]) -> Iterator[tuple[Spot, Op]]:
             yield (index, number), member
 
 
+def calls_in(ops: Iterable[Op]) -> Iterator[Call]:
+    """The calls, those in a Fused included."""
+    for op in ops:
+        for member in op.steps:
+            if isinstance(member, Call):
+                yield member
+
+
 def map_views(op: AnyOp, change: Callable[[View], View]) -> AnyOp:
     """The op with every view changed."""
     return map_values(op, lambda value: change(value) if isinstance(value, View) else value)

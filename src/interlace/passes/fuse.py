@@ -41,6 +41,7 @@ from interlace.ir import (
 from interlace.ir.kernels import kernel_matmul
 from interlace.ir.operators import matmul_of
 from interlace.ir.overlap import representatives
+from interlace.ir.program import calls_in
 from interlace.strategies import row_of
 
 
@@ -128,7 +129,7 @@ def _gathers(program: Program, op: Fused) -> list[FusedKernel]:
 def _scatters(program: Program, op: Fused) -> list[FusedKernel]:
     """The kernels with as many ranges as a scatter's parts: rank after rank, or slab by slab."""
     buffers = program.buffers()
-    calls = [next(m for m in part if isinstance(m, Call)) for part in op.parts]
+    calls = [next(calls_in(part)) for part in op.parts]
     slots = buffers[calls[-1].outs[0].buffer]
     if slots.team is None:
         raise AssertionError("a reduction ends with the rank's own rows, in their slot")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from interlace.ir.ops import KINDS, Recv, Send
+from interlace.ir.ops import KINDS
 from interlace.ir.order import Queue, TeamKey
 from interlace.ir.sizes import Int
 from interlace.ir.view import Box
@@ -111,10 +111,10 @@ class _Matcher:
         if item.ordering.takes is not None:
             spot = issue.source.versions[issue.item.version].spot
             return {"size": f"{self.regions.at(spot, where).hi} bytes"}
-        if isinstance(item.op, Send | Recv):
-            (touch,) = item.touches
+        if item.ordering.messages:
+            ((end,), (touch,)) = item.ordering.messages, item.touches
             box = self.regions.at(touch.spot, where).exact
-            return {"size": box.numel, "element type": box.dtype, "backend": f"{item.op.backend}"}
+            return {"size": box.numel, "element type": box.dtype, "backend": f"{end.backend}"}
         op = item.collective
         assert op is not None
         src, dst = self.box(issue, "src"), self.box(issue, "dst")
