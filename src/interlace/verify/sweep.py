@@ -408,9 +408,13 @@ class Sweep:
         if new.content.memory.arena and not new.free:
             for content, start in cell.live.items():
                 if content is not new.content:
-                    content.lose(new.lo - start, new.hi - start)
+                    self._lose(content, new.lo - start, new.hi - start)
             if not new.content.freed:
                 cell.live[new.content] = offset
+
+    def _lose(self, content: Content, lo: int, hi: int) -> None:
+        """A write to these bytes of a buffer through another that shares its storage."""
+        content.lose(lo, hi)
 
     def _replaces(self, cell: Cell, new: ByteAccess, old: ByteAccess) -> bool:
         """Compares accesses whose hulls meet; whether the old one may go: Note [Frontier]."""
