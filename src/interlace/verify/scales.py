@@ -82,7 +82,7 @@ class _Walk:
         """The origins of all bytes of each buffer."""
         self.meets = {
             (at.place, at.item): (queue, k, come)
-            for queue, k, come in builder.meetings.collectives()
+            for queue, k, come, _ in builder.meetings.collectives()
             for at in come.values()
         }
         self.sends: dict[Part, Part] = {

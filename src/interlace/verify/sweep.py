@@ -283,8 +283,8 @@ class Sweep:
     def _seen(self, place: RankPlace, team: str, peer: Index) -> tuple[int, RankPlace]:
         """The rank that stands for a peer, and the one that this rank is as seen from there."""
         target = place.where.peer(team, peer)
-        return self.builder.first(target), self.builder.everywhere[
-            self.builder.back(target, place.rank)
+        return self.builder.meetings.first(target), self.builder.everywhere[
+            self.builder.meetings.back(target, place.rank)
         ]
 
     def _arena(self, place: RankPlace, storage: str) -> Memory:
