@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.ir.operators import is_pointwise
-from interlace.ir.ops import KINDS, RNG, Collective, views_in
+from interlace.ir.ops import KINDS, RNG, Collective, Copy, views_in
 from interlace.ir.sizes import Int, at_hand
 from interlace.ir.text.printer import print_view
 from interlace.ir.types import Where
@@ -154,8 +154,7 @@ class _Finder:
                 return Rule(op.kind, form, op)
             named = " or ".join(f'backend="{name}"' for name in backends)
             return Rule(op.kind, "", op, backends=named)
-        alone = item.op is not None and not item.op.one_sided
-        return Rule(type(item.op).__name__.lower(), "same" if alone else "")
+        return Rule(type(item.op).__name__.lower(), "same" if isinstance(item.op, Copy) else "")
 
     def pairs(self, item: Item, rule: Rule) -> Iterator[Pair]:
         touches = [touch for touch in item.touches if touch.spot.view != RNG]
