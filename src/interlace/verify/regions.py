@@ -289,7 +289,7 @@ class Regions:
                 self._per_hull = PER_SIZED
             first, last, dense = least(lo), greatest(hi), _dense(box)
             region = self._interned[box, exact] = ByteRegion(
-                box, exact, lo, hi, first, last, first >= last, dense, box is not exact
+                box, exact, lo, hi, first, last, never_above(hi, lo), dense, box is not exact
             )
         return region
 
