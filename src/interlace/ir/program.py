@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast, get_args
 
 from interlace.errors import OptionError, ProgramError
-from interlace.ir.ops import Arg, Call, Collective, Get, Group, Name, Op, Put, Recv, Send
+from interlace.ir.ops import Arg, Call, Collective, Fused, Get, Group, Name, Op, Put, Recv, Send
 from interlace.ir.roles import PLAIN, form_of
 from interlace.ir.sizes import DECIDER, FIXED, Int, Size, SizeClass, deciding, named, names_of
 from interlace.ir.types import (
@@ -168,6 +168,10 @@ class Program:
     def collectives(self) -> dict[int, Collective]:
         """The collectives, by their place in the list."""
         return {i: op for i, op in enumerate(self.ops) if isinstance(op, Collective)}
+
+    def fused(self) -> dict[int, Fused]:
+        """The fused ops, by their place in the list."""
+        return {i: op for i, op in enumerate(self.ops) if isinstance(op, Fused)}
 
     def streams(self) -> tuple[str, ...]:
         """The streams in order of first use."""
