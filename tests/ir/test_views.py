@@ -22,7 +22,7 @@ from interlace.ir import (
 )
 from interlace.ir.sizes import number, numbers
 from interlace.ir.types import Where
-from interlace.ir.view import MAX_RUNS, byte_runs
+from interlace.verify.regions import MAX_RUNS
 
 TEAM = Team("tp", 3)
 ROWS = Table("rows", "tp", (2, 0, 4))
@@ -150,10 +150,6 @@ def test_boxes_overlap_where_their_bytes_do(seed: int) -> None:
         share = bool(bytes_of(a) & bytes_of(b))
         assert a.overlaps(b) == b.overlaps(a) == share, (a, b)
         seen[share] += 1
-        runs = byte_runs(a)
-        assert runs is not None
-        assert {i for start, stop in runs for i in range(start, stop)} == bytes_of(a)
-        assert all(left[1] < right[0] for left, right in itertools.pairwise(runs))
         first, last = a.hull
         touched = bytes_of(a) or {first}
         assert (first, max(last, first + 1)) == (min(touched), max(touched) + 1)
@@ -163,7 +159,6 @@ def test_boxes_overlap_where_their_bytes_do(seed: int) -> None:
 def test_boxes_of_many_runs_are_compared_byte_by_byte() -> None:
     evens = Box(0, (MAX_RUNS + 1,), (2,), DType.u8)
     odds = Box(1, (MAX_RUNS + 1,), (2,), DType.u8)
-    assert byte_runs(evens) is None
     assert not evens.overlaps(odds)
     assert evens.overlaps(evens)
     assert not evens.overlaps(Box(2 * MAX_RUNS + 1, (4,), (1,), DType.u8))

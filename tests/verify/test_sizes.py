@@ -145,3 +145,17 @@ def test_halves_of_heads_of_rows_that_were_written_in_chunks() -> None:
     assert not report.single, report.single
     missing = HEADS.replace("    main: copy(x[2 * S:4 * S, :], rows[2 * S:4 * S, :])\n", "")
     assert not check(parse(missing)).sound
+
+
+EMPTY = """
+def f(S: Size[8], x: f32[4, S], y: out[f32[4, S]]):
+    main: copy(x, y)
+    side: copy(x[2:4][0:0], y[2:4][0:0])
+"""
+
+
+def test_what_is_empty_for_all_sizes_begins_anywhere() -> None:
+    report = check(parse(EMPTY))
+    assert report.sound
+    assert not report.single, report.single
+    assert not check(parse(EMPTY.replace("0:0", "0:1"))).sound

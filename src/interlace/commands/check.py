@@ -140,8 +140,7 @@ def _remarks(programs: Sequence[Program]) -> list[str]:
 
 def _confirm(programs: Sequence[Program], places: Mapping[str, str]) -> None:
     """Asks PyTorch of the operators of its own that are not in the table."""
-    from interlace.ir import Call
-    from interlace.ir.program import spots
+    from interlace.ir.program import calls_in
 
     try:
         from interlace.runtime.calling.effects import confirm
@@ -153,8 +152,8 @@ def _confirm(programs: Sequence[Program], places: Mapping[str, str]) -> None:
         ) from None
     for program in programs:
         regions = {region.name: region for region in program.regions}
-        for _, op in spots(program.ops):
-            if isinstance(op, Call) and (op.fn in places or op.fn in regions):
+        for op in calls_in(program.ops):
+            if op.fn in places or op.fn in regions:
                 try:
                     confirm(op, regions.get(op.fn))
                 except ProgramError as error:

@@ -151,9 +151,7 @@ def without_sites(program: Program, why: bool = False) -> str:
 
 
 def _serial(program: Program) -> bool:
-    from interlace.ir import Collective
-
-    communicates = any(isinstance(op, Collective) for op in program.ops)
+    communicates = bool(program.collectives())
     return not program.sites and communicates and program.streams() == ("main",)
 
 

@@ -243,7 +243,7 @@ class _Builder:
     def finish(self) -> TaskGraph:
         """The graph, with the order between ranks; what never comes is waited for for ever."""
         tasks, met = self.tasks, self.meetings
-        for queue, k, come in met.collectives():
+        for queue, k, come, _ in met.collectives():
             tasks[self.shared[queue, k]].missing += len(come) < len(queue[0].ranks)
         for message in met.deliveries():
             lacks = message.send is None or message.recv is None

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from interlace.ir import Alloc, Buffer, Loc, Program, View, views_in
+from interlace.ir import Buffer, Loc, Program, View, views_in
 from interlace.ir.lifetimes import released_after
 from interlace.ir.overlap import RNG_BUFFER, Overlaps, representatives
 from interlace.ir.sizes import UNBOUNDED, Int, SizeClass, at, deciding, greatest, settled
@@ -296,8 +296,8 @@ class _Counted:
                 self._last[name] = index
                 if op.loc.module:
                     self._modules.setdefault(name, op.loc.module)
-            if isinstance(op, Alloc) and op.buffer.kind == "fresh":
-                self._given.add(op.buffer.name)
+            if order.takes is not None and order.takes.kind == "fresh":
+                self._given.add(order.takes.name)
         self._leaves = {
             name: index + 1 for index, names in released_after(program).items() for name in names
         } | self._frees

@@ -49,6 +49,7 @@ from interlace.ir import (
 from interlace.ir.kernels import TAIL
 from interlace.ir.operators import MATMUL_NAMES, base_of, is_attention, matmul_of
 from interlace.ir.ops import UNORDERED
+from interlace.ir.program import calls_in
 from interlace.ir.roles import NAME, form_of
 from interlace.ir.sizes import Int, number, numbers
 
@@ -100,7 +101,7 @@ def op_name(op: Op) -> str:
     form = form_of(type(op))
     details: list[str] = [getattr(op, field.name) for field in form.fields if field.role is NAME]
     details += [buffer.name for buffer in op.declares()]
-    details += [member.fn for member in op.members if isinstance(member, Call)]
+    details += [call.fn for call in calls_in(op.members)]
     return " ".join([form.of(op).word, *details[:1]])
 
 

@@ -79,6 +79,7 @@ class MessageEnd:
     team: str
     peer: Index
     sends: bool
+    backend: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,7 +380,7 @@ class Send(Op):
     backend: str | None = None
 
     def ordering(self) -> Ordering:
-        return ordered(messages=(MessageEnd(self.team, self.peer, True),))
+        return ordered(messages=(MessageEnd(self.team, self.peer, True, self.backend),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -392,7 +393,7 @@ class Recv(Op):
     backend: str | None = None
 
     def ordering(self) -> Ordering:
-        return ordered(messages=(MessageEnd(self.team, self.peer, False),))
+        return ordered(messages=(MessageEnd(self.team, self.peer, False, self.backend),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,9 @@ chooses what represents an op (a node, a task). The exhaustive oracle shares not
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Generic, TypeVar
 
 from interlace.errors import TeamError
@@ -263,25 +263,58 @@ class Meetings(Generic[T]):
         for peer in peers:
             yield level.signal, team, *self._ends(where, team, peer, raises)
 
+    # Ranks that others stand for: none, unless a subclass says so.
+
+    def first(self, rank: int) -> int:
+        """The rank that stands for another: its ops are added, and count for both."""
+        return rank
+
+    def back(self, rank: int, other: int) -> int:
+        """A second rank, as seen from the rank that stands for the first."""
+        return other
+
+    def own(self, team: TeamKey, rank: int) -> TeamKey:
+        """The instance of a team that the rank is in which stands for another."""
+        return team
+
+    def queue(self, queue: Queue, rank: int) -> list[T]:
+        """The collectives of a rank."""
+        return self.queues.get((self.own(queue[0], rank), queue[1]), {}).get(self.first(rank), [])
+
+    def takes(self, slot: Slot, rank: int) -> list[T]:
+        """The takes of a slot by a rank."""
+        return self.taken.get((self.own(slot[0], rank), slot[1]), {}).get(self.first(rank), [])
+
+    def ends(self, channel: Channel, sends: bool) -> list[T]:
+        """The sends or the receives of a channel."""
+        team, sender, receiver = channel
+        rank = sender if sends else receiver
+        here = self.own(team, rank), self.back(rank, sender), self.back(rank, receiver)
+        return self.channels.get(here, ([], []))[0 if sends else 1]
+
     # What belongs together, once all ops are there.
 
-    def collectives(self) -> Iterator[tuple[Queue, int, dict[int, T]]]:
-        """The k-th collective of each queue: the k-th op of each rank that has one."""
-        for queue, members in self.queues.items():
+    def collectives(self) -> Iterator[tuple[Queue, int, dict[int, T], dict[int, T]]]:
+        """The k-th collective of each queue: the k-th op of each rank that has one, of those whose
+        ops are added and of all."""
+        for queue, members in [*self.queues.items()]:
+            standing = {rank: self.queue(queue, rank) for rank in queue[0].ranks}
             for k in range(max(map(len, members.values()))):
-                yield queue, k, {rank: mine[k] for rank, mine in members.items() if len(mine) > k}
+                yield queue, k, _kth(members, k), _kth(standing, k)
 
     def deliveries(self) -> Iterator[Delivery[T]]:
         """The k-th send of each channel with its k-th receive."""
-        for channel, (sends, recvs) in self.channels.items():
-            for k in range(max(len(sends), len(recvs))):
-                send = sends[k] if k < len(sends) else None
-                yield Delivery(channel, k, send, recvs[k] if k < len(recvs) else None)
+        for channel in [*self.channels]:
+            both = zip_longest(self.ends(channel, True), self.ends(channel, False))
+            for k, (send, recv) in enumerate(both):
+                yield Delivery(channel, k, send, recv)
 
     def levels(self) -> Iterator[Awaited[T]]:
         """Each awaited value, with the first notify that suffices."""
         for signal, value, at in self.awaited:
-            notify, highest = self.first_raise(signal, value)
+            name, team, writer, reader = signal
+            raised = name, self.own(team, writer), self.first(writer), self.back(writer, reader)
+            notify, highest = self.first_raise(raised, value)
             yield Awaited(signal, value, at, notify, highest)
 
     def first_raise(self, signal: Signal, value: int) -> tuple[T | None, int]:
@@ -296,8 +329,15 @@ class Meetings(Generic[T]):
 
     def retakes(self) -> Iterator[Retake[T]]:
         """The takes of each slot that await what ranks free of it."""
-        for slot, members in self.taken.items():
+        for (team, name), members in [*self.taken.items()]:
             for n in range(2, max(map(len, members.values()))):
-                takers = [taken[n] for taken in members.values() if len(taken) > n]
-                frees = {rank: self.freed.get((slot, n - 2, rank)) for rank in slot[0].ranks}
-                yield Retake(slot, n, takers, frees)
+                frees = {
+                    rank: self.freed.get(((self.own(team, rank), name), n - 2, self.first(rank)))
+                    for rank in team.ranks
+                }
+                yield Retake((team, name), n, [*_kth(members, n).values()], frees)
+
+
+def _kth(issued: Mapping[int, Sequence[T]], k: int) -> dict[int, T]:
+    """The op number `k` of each rank that has so many."""
+    return {rank: ops[k] for rank, ops in issued.items() if len(ops) > k}

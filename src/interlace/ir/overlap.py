@@ -24,14 +24,13 @@ from interlace.ir.types import (
     Buffer,
     Dim,
     DType,
-    Index,
     RankIndex,
     Table,
     TableEntry,
     Team,
     Where,
 )
-from interlace.ir.view import AsStrided, Box, Chunk, Slice, Step, View
+from interlace.ir.view import AsStrided, Box, Chunk, Slice, Step, View, varying
 
 KEPT = 1 << 11
 """Answers that are kept of each kind."""
@@ -100,17 +99,11 @@ def teams_of(program: Program, views: Iterable[View] = ()) -> frozenset[str]:
     buffers = {"rng": RNG_BUFFER, **program.buffers()}
     owners = {table.name: table.team for table in program.tables}
     found = {buffer.team for buffer in buffers.values() if buffer.team is not None}
-    values: list[Dim | Index] = [dim for buffer in buffers.values() for dim in buffer.shape]
-    for view in views:
-        for step in view.steps:
-            if isinstance(step, Chunk):
-                values.append(step.index)
-                if isinstance(step.parts, str):
-                    found.add(owners[step.parts])
-            elif isinstance(step, Slice):
-                values += (step.start, step.stop)
-    found |= {owners[value.table] for value in values if isinstance(value, TableEntry)}
-    found |= {value.team for value in values if isinstance(value, RankIndex)}
+    for view in (*map(View, buffers), *views):
+        chunks = (step.parts for step in view.steps if isinstance(step, Chunk))
+        found |= {owners[parts] for parts in chunks if isinstance(parts, str)}
+        for value in varying(view, buffers[view.buffer]):
+            found.add(value.team if isinstance(value, RankIndex) else owners[value.table])
     return frozenset(found)
 
 

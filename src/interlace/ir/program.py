@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast, get_args
 
 from interlace.errors import OptionError, ProgramError
-from interlace.ir.ops import Arg, Call, Collective, Get, Group, Name, Op, Put, Recv, Send
+from interlace.ir.ops import Arg, Call, Collective, Fused, Get, Group, Name, Op, Put, Recv, Send
 from interlace.ir.roles import PLAIN, form_of
 from interlace.ir.sizes import DECIDER, FIXED, Int, Size, SizeClass, deciding, named, names_of
 from interlace.ir.types import (
@@ -169,6 +169,10 @@ class Program:
         """The collectives, by their place in the list."""
         return {i: op for i, op in enumerate(self.ops) if isinstance(op, Collective)}
 
+    def fused(self) -> dict[int, Fused]:
+        """The fused ops, by their place in the list."""
+        return {i: op for i, op in enumerate(self.ops) if isinstance(op, Fused)}
+
     def streams(self) -> tuple[str, ...]:
         """The streams in order of first use."""
         return tuple(dict.fromkeys(op.stream for op in self.ops))
@@ -303,6 +307,14 @@ def spots(ops: Sequence[Op]) -> Iterator[tuple[Spot, Op]]:
     for index, op in enumerate(ops):
         for number, member in enumerate(op.steps):
             yield (index, number), member
+
+
+def calls_in(ops: Iterable[Op]) -> Iterator[Call]:
+    """The calls, those in a Fused included."""
+    for op in ops:
+        for member in op.steps:
+            if isinstance(member, Call):
+                yield member
 
 
 def map_views(op: AnyOp, change: Callable[[View], View]) -> AnyOp:

@@ -47,7 +47,7 @@ from interlace.ir.ops import (
     Put,
     views_in,
 )
-from interlace.ir.program import Program, Region, names_in, spots
+from interlace.ir.program import Program, Region, calls_in, names_in
 from interlace.ir.roles import form_of
 from interlace.ir.sizes import Int, at_hand, deciding
 from interlace.ir.text.printer import Tag, print_lines, print_view
@@ -854,8 +854,8 @@ def _texts_in(arg: Arg) -> list[str]:
 def called(program: Program) -> Iterator[tuple[str, str]]:
     """Every operator that a Program calls, and where."""
     regions = {region.name for region in program.regions}
-    for _, op in spots(program.ops):
-        if isinstance(op, Call) and op.fn not in regions:
+    for op in calls_in(program.ops):
+        if op.fn not in regions:
             yield op.fn, str(op.loc) or program.name
     for region in program.regions:
         for node in region.body:

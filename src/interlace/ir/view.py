@@ -478,29 +478,3 @@ def runs(box: Box) -> tuple[Int, tuple[tuple[Int, Int], ...]]:
             break
         length, inner = max(length, stride * (size - 1) + length), inner + 1
     return length, tuple(dims[inner:])
-
-
-MAX_RUNS = 1 << 16
-"""Separate byte runs that are counted one by one, at most."""
-
-
-@cached(16)  # a million runs at most
-def byte_runs(box: Box) -> tuple[tuple[Int, Int], ...] | None:
-    """The maximal byte runs of a box, sorted and merged; None if there are more than `MAX_RUNS`, or
-    a number of them that is no one number."""
-    if box.numel == 0:
-        return ()
-    length, dims = runs(box)
-    count = math.prod([size for _, size in dims])
-    if isinstance(count, Size) or count > MAX_RUNS:
-        return None
-    starts = [box.hull[0]]
-    for stride, size in reversed(dims):
-        starts = [start + i * stride for start in starts for i in range(size)]
-    found: list[tuple[Int, Int]] = []
-    for start in sorted(starts):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], start + length))
-        else:
-            found.append((start, start + length))
-    return tuple(found)

@@ -280,6 +280,8 @@ def _signal_edges(
     """Adds what signals and one-sided accesses must follow: Note [Signals publish]."""
     teams = _teams(program, overlaps, touched)
     meetings = sorted({index for team in teams.values() for index in team.meetings})
+    collectives = program.collectives()
+    joins = {index for index, op in collectives.items() if orders_all(program, op)}
     for name, team in teams.items():
         for signal in dict.fromkeys((*team.notifies, *team.expects)):
             _match(name, team, signal, edges, listed)
@@ -290,7 +292,7 @@ def _signal_edges(
             for j, y in enumerate(uses):
                 for x in uses[:j]:
                     if x.op < y.op and (x.write or y.write):
-                        _order(program, name, team, x, y, edges, meetings)
+                        _order(program, name, team, x, y, edges, meetings, joins)
 
 
 def _refuse_number(program: Program, op: Op, peer: Index | Others | None) -> None:
@@ -367,6 +369,7 @@ def _order(
     y: _Use,
     edges: Edges,
     meetings: Sequence[int],
+    joins: set[int],
 ) -> None:
     """Keeps what orders two accesses that may touch the same bytes on different ranks."""
     distance = (x.offset - y.offset) % team.size
@@ -389,15 +392,15 @@ def _order(
         edges[y.op].add(expect)
         return
     between = _between(team.meetings, x.op, y.op)
-    if not any(orders_all(program, program.ops[index]) for index in between):
+    if joins.isdisjoint(between):
         between = _between(meetings, x.op, y.op)
     for one, other in pairwise((x.op, *between, y.op) if between else ()):
         edges[other].add(one)
 
 
-def orders_all(program: Program, op: Op) -> bool:
-    """True if each member's end of this op comes after the begin of all."""
-    if not isinstance(op, Collective) or KINDS[op.kind].rooted:
+def orders_all(program: Program, op: Collective) -> bool:
+    """True if each member's end of a collective comes after the begin of all."""
+    if KINDS[op.kind].rooted:
         return False
     splits = next((t.values for t in program.tables if t.name == op.splits), ())
     return 0 not in splits

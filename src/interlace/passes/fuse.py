@@ -41,6 +41,7 @@ from interlace.ir import (
 from interlace.ir.kernels import kernel_matmul
 from interlace.ir.operators import matmul_of
 from interlace.ir.overlap import representatives
+from interlace.ir.program import calls_in
 from interlace.strategies import row_of
 
 
@@ -75,7 +76,7 @@ def joined(program: Program) -> tuple[Program, dict[int, str]]:
 
 def with_reasons(program: Program, reasons: dict[int, str]) -> Program:
     """The Program whose sites say why they are not fused, and its remarks where some are not."""
-    fused = {op.site for op in program.ops if isinstance(op, Fused)}
+    fused = {op.site for op in program.fused().values()}
     sites = tuple(
         _unfused(site, f"not fused: {reasons[site.id]}")
         if site.id in reasons and site.id not in fused
@@ -92,8 +93,8 @@ def _with_kernels(program: Program) -> Program:
     """The Program whose fused ops name the kernel that does their parts."""
     kinds = {site.id: site.kind for site in program.sites}
     ops, remarks = list(program.ops), list[Remark]()
-    for index, op in enumerate(program.ops):
-        if isinstance(op, Fused) and op.kernel is None and op.site in kinds:
+    for index, op in program.fused().items():
+        if op.kernel is None and op.site in kinds:
             gathers = kinds[op.site] == "all_gather_matmul"
             ops[index], why = _with_kernel(program, op, gathers)
             if why:
@@ -128,7 +129,7 @@ def _gathers(program: Program, op: Fused) -> list[FusedKernel]:
 def _scatters(program: Program, op: Fused) -> list[FusedKernel]:
     """The kernels with as many ranges as a scatter's parts: rank after rank, or slab by slab."""
     buffers = program.buffers()
-    calls = [next(m for m in part if isinstance(m, Call)) for part in op.parts]
+    calls = [next(calls_in(part)) for part in op.parts]
     slots = buffers[calls[-1].outs[0].buffer]
     if slots.team is None:
         raise AssertionError("a reduction ends with the rank's own rows, in their slot")

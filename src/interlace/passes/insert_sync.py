@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from interlace.errors import PassError
-from interlace.ir import Fused, Op, Program, Record, Wait
+from interlace.ir import Op, Program, Record, Wait
 from interlace.passes.dependencies import Before, dependencies
 from interlace.passes.rewrite import Rewrite
 
@@ -53,7 +53,7 @@ def with_events(program: Program, before: Before) -> Program:
 
 def strip_events(program: Program) -> Program:
     """The Program without its `Record`s and `Wait`s."""
-    if any(isinstance(op, Fused) for op in program.ops):
+    if program.fused():
         raise PassError(f"{program.name} holds fused ops: the pass fuse comes last, and only once")
     orders = ((op, op.ordering()) for op in program.ops)
     return program.replace(ops=tuple([op for op, o in orders if not (o.records or o.waits)]))

@@ -43,7 +43,8 @@ class PlanMemory:
 
     def run(self, program: Program) -> Program:
         """The same ops on the same streams, with memory planned."""
-        freed = {op.buffer for op in program.ops if isinstance(op, Free)}
+        frees = (op.ordering().frees for op in program.ops)
+        freed = {name for name in frees if name is not None}
         for name in (buffer.name for buffer in program.params if buffer.kind == "output"):
             if name in freed:
                 raise PassError(

@@ -21,8 +21,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from interlace.ir import Collective, Expect, Index, Notify, Others, Program, RankIndex
-from interlace.ir.ops import SignalLevel
+from interlace.ir import Index, Others, Program, RankIndex
+from interlace.ir.ops import Ordering, SignalLevel
 from interlace.passes.dependencies import is_frozen, orders_all
 from interlace.passes.fuse import groups
 from interlace.passes.insert_sync import Order
@@ -36,13 +36,12 @@ _FREED = re.compile(r"s\d+_freed(_\d+)?")
 
 def without_handovers(program: Program) -> Program:
     """The Program without the signals by which slots were handed over."""
-    return program.replace(
-        ops=tuple(
-            op
-            for op in program.ops
-            if not (isinstance(op, Notify | Expect) and _FREED.fullmatch(op.signal))
-        )
-    )
+    return program.replace(ops=tuple(op for op in program.ops if not _hands_over(op.ordering())))
+
+
+def _hands_over(ordering: Ordering) -> bool:
+    level = ordering.raises or ordering.expects
+    return level is not None and _FREED.fullmatch(level.signal) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +146,7 @@ class RankOrder:
 
     def __init__(self, program: Program, team: str, order: Order) -> None:
         self.program, self.team, self.order = program, team, order
+        self.collectives = program.collectives()
         self.size, self.lanes = program.team(team).size, len(order.streams)
         self.tails: list[Known] = [(0,) * (self.size * self.lanes)] * self.lanes
         """Knowledge of each stream by now,"""
@@ -192,7 +192,7 @@ class RankOrder:
         following = [-1] * self.lanes  # the next op of each stream that is no Expect
         for index in reversed(range(len(self.program.ops))):
             lane = self.order.lane[index]
-            if not isinstance(self.program.ops[index], Expect):
+            if self.program.ops[index].ordering().expects is None:
                 following[lane] = index
             elif following[lane] in spans:
                 found[index] = spans[following[lane]][-1]
@@ -213,7 +213,8 @@ class RankOrder:
                     self.pending[end] = _join(self.pending.get(end, heard), heard)
                 else:
                     known = _join(known, heard)
-        if isinstance(op, Collective) and op.team == self.team and orders_all(self.program, op):
+        meeting = self.collectives.get(index)
+        if meeting and meeting.team == self.team and orders_all(self.program, meeting):
             all_ranks = [known[i :: self.lanes] for i in range(self.lanes)]
             known = tuple(map(max, all_ranks)) * self.size
         if index in self.pending:

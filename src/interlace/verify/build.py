@@ -15,14 +15,12 @@ Note [One run stands for all]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Mapping, Sequence
 
 from interlace.errors import TeamError
 from interlace.ir.ops import KINDS, UNORDERED
 from interlace.ir.order import (
     Awaited,
-    Channel,
     Delivery,
     Meetings,
     Queue,
@@ -40,23 +38,40 @@ Members = Mapping[int, IssuedOp]
 """Ops that meet, by rank."""
 
 
+class _Turned(Meetings[IssuedOp]):
+    """Meetings of which some ranks are visited: what another does is read off the one that stands
+    for it."""
+
+    def __init__(self, turns: Turns, everywhere: Mapping[int, RankPlace]) -> None:
+        super().__init__()
+        self.turns, self.everywhere = turns, everywhere
+
+    def first(self, rank: int) -> int:
+        return self.turns.first[rank]
+
+    def back(self, rank: int, other: int) -> int:
+        return self.turns.back(rank)[other]
+
+    def own(self, team: TeamKey, rank: int) -> TeamKey:
+        return self.team(self.everywhere[self.first(rank)].where, team.name)
+
+
 class GraphBuilder:
     """The graph while it grows, rank by rank, and what the matching checks need to know.
 
-    With `turns`, ranks stand for others: only those are visited, and what another rank does is read
-    off the one that stands for it.
+    With `turns`, ranks stand for others, and only those are visited.
     """
 
     def __init__(
         self, sources: Sequence[LoweredProgram], regions: Regions, turns: Turns | None = None
     ) -> None:
-        self.regions, self.turns = regions, turns
+        self.regions = regions
         self.everywhere = {place.rank: place for place in places_of(sources)}
         self.places = [
             self.everywhere[r] for r in (self.everywhere if turns is None else turns.visited)
         ]
         self.ranks = {place.rank for place in self.places}
-        self.meetings = Meetings[IssuedOp]()
+        self.meetings = Meetings[IssuedOp]() if turns is None else _Turned(turns, self.everywhere)
         chains, num_chains = dict[int, range](), 0
         for rank, place in self.everywhere.items():
             place.chain, end = num_chains, num_chains + len(place.source.streams)
@@ -84,22 +99,6 @@ class GraphBuilder:
         """The slot that a symmetric buffer of a rank takes."""
         return self.meetings.slot(place.where, place.source.versions[version].buffer)
 
-    # What ranks meet in, those included that others stand for.
-
-    def first(self, rank: int) -> int:
-        """The rank that stands for another."""
-        return rank if self.turns is None else self.turns.first[rank]
-
-    def back(self, rank: int, other: int) -> int:
-        """A second rank, as seen from the rank that stands for the first."""
-        return other if self.turns is None else self.turns.back(rank)[other]
-
-    def own(self, team: TeamKey, rank: int) -> TeamKey:
-        """The instance of a team that the rank is in which stands for another."""
-        if self.turns is None:
-            return team
-        return self.meetings.team(self.everywhere[self.first(rank)].where, team.name)
-
     def members(self, team: TeamKey, rank: int) -> Sequence[int]:
         """The ranks of a team that are in the set, one of which is given."""
         ranks = self.everywhere[rank].where.member(team.name).ranks
@@ -109,67 +108,27 @@ class GraphBuilder:
         """An op as it is on a rank that its own stands for."""
         return at._replace(place=self.everywhere[rank])
 
-    def queue(self, queue: Queue, rank: int) -> list[IssuedOp]:
-        """The collectives of a rank."""
-        members = self.meetings.queues.get((self.own(queue[0], rank), queue[1]), {})
-        return members.get(self.first(rank), [])
-
-    def takes(self, slot: Slot, rank: int) -> list[IssuedOp]:
-        """The takes of a slot by a rank."""
-        members = self.meetings.taken.get((self.own(slot[0], rank), slot[1]), {})
-        return members.get(self.first(rank), [])
-
-    def ends(self, channel: Channel, sends: bool) -> list[IssuedOp]:
-        """The sends or the receives of a channel."""
-        team, sender, receiver = channel
-        rank = sender if sends else receiver
-        here = self.own(team, rank), self.back(rank, sender), self.back(rank, receiver)
-        return self.meetings.channels.get(here, ([], []))[0 if sends else 1]
-
     def of_reader(self, signal: Signal) -> Signal:
         """The signal as the rank that stands for its reader reads it."""
         name, team, writer, reader = signal
-        return name, self.own(team, reader), self.back(reader, writer), self.first(reader)
+        met = self.meetings
+        return name, met.own(team, reader), met.back(reader, writer), met.first(reader)
 
     def _match(self) -> None:
         """Adds the edges between ranks, which need all ops to be known."""
-        for queue, come, standing in self.collectives():
+        for queue, _, come, standing in self.meetings.collectives():
+            self.regions.spend(8 * len(standing))
             self._meet(queue, come, standing)
-        for channel in [*self.meetings.channels]:
-            both = zip_longest(self.ends(channel, True), self.ends(channel, False))
-            for k, (send, recv) in enumerate(both):
-                self._deliver(Delivery(channel, k, send, recv))
-        for retake in self.retakes():
+        for delivery in self.meetings.deliveries():
+            self._deliver(delivery)
+        for retake in self.meetings.retakes():
             self._await_frees(retake)
-        for signal, value, at in self.meetings.awaited:
-            name, team, writer, reader = signal
-            here = name, self.own(team, writer), self.first(writer), self.back(writer, reader)
-            notify, highest = self.meetings.first_raise(here, value)
-            self._await_signal(Awaited(signal, value, at, notify, highest))
-
-    def collectives(self) -> Iterator[tuple[Queue, Members, Members]]:
-        """Each collective: the members, and what stands for each member of the team."""
-        for queue, members in [*self.meetings.queues.items()]:
-            standing = {rank: self.queue(queue, rank) for rank in queue[0].ranks}
-            for k in range(max(map(len, members.values()))):
-                self.regions.spend(8 * len(standing))
-                yield queue, _kth(members, k), _kth(standing, k)
-
-    def retakes(self) -> Iterator[Retake[IssuedOp]]:
-        """The takes that await what ranks free of a slot."""
-        for (team, name), members in [*self.meetings.taken.items()]:
-            for n in range(2, max(map(len, members.values()))):
-                frees = {
-                    rank: self.meetings.freed.get(
-                        ((self.own(team, rank), name), n - 2, self.first(rank))
-                    )
-                    for rank in team.ranks
-                }
-                yield Retake((team, name), n, [*_kth(members, n).values()], frees)
+        for awaited in self.meetings.levels():
+            self._await_signal(awaited)
 
     def link(self, node: int, other: int, rank: int) -> None:
         """Puts a node after another, as that is on a rank."""
-        if self.first(rank) == rank:
+        if self.meetings.first(rank) == rank:
             self.graph.preds[node].append(other)
         else:
             self.graph.afar.setdefault(node, []).append((other, rank))
@@ -384,11 +343,6 @@ class _RunBuilder:
         own = self.tails[item.stream]
         graph.preds[end] += [node for node in ends.values() if node != own]
         self.put(end, item)
-
-
-def _kth(issued: Mapping[int, Sequence[IssuedOp]], k: int) -> Members:
-    """The op number `k` of each rank that has so many."""
-    return {rank: ops[k] for rank, ops in issued.items() if len(ops) > k}
 
 
 def places_of(sources: Sequence[LoweredProgram]) -> list[RankPlace]:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from interlace.ir.ops import Recv, Send
 from interlace.verify.build import GraphBuilder
 from interlace.verify.graph import HappensBefore, Part
 from interlace.verify.report import Finding, OpRef
@@ -165,7 +164,7 @@ def launched_in_a_circle(builder: GraphBuilder) -> tuple[HappensBefore, set[int]
     graph, spans = builder.graph, defaultdict[int, list[tuple[int, int]]](list)
     queues = [mine for queue, mine in builder.meetings.queues.items() if _by_nccl(queue[1])]
     ends = [at for both in builder.meetings.channels.values() for end in both for at in end]
-    ends = [at for at in ends if isinstance(op := at.item.op, Send | Recv) and _by_nccl(op.backend)]
+    ends = [at for at in ends if _by_nccl(at.item.ordering.messages[0].backend)]
     if (len(queues) < 2 and not ends) or len(graph.order) < len(graph.preds):
         return graph, set()
     ends += [at for members in queues for mine in members.values() for at in mine]

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from interlace.ir.sizes import greatest
 from interlace.verify.regions import ByteRegion
-from interlace.verify.sweep import BufferLife, ByteAccess, Sweep
+from interlace.verify.sweep import BufferLife, ByteAccess, Content, Sweep
 
 
 class Unfit(Exception):
@@ -27,13 +27,16 @@ class FoldedSweep(Sweep):
 
     Note [Buffers that share a storage]
         They are compared by the hulls of their boxes, which do not turn with the rank; so here an
-        access of one counts, for the others, as one of all its bytes.
+        access of one counts, for the others, as one of all its bytes, and takes all of theirs.
     """
 
     def _hull(self, life: BufferLife, region: ByteRegion) -> tuple[int, int]:
         if life.content.memory.arena:
             return life.offset, life.offset + greatest(life.content.size)
         return super()._hull(life, region)
+
+    def _lose(self, content: Content, lo: int, hi: int) -> None:
+        content.lose(0, greatest(content.size))
 
     def _fault(self, kind: str, first: ByteAccess | None, second: ByteAccess) -> None:
         raise Unfit(kind)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from interlace.ir.ops import KINDS, Recv, Send
+from interlace.ir.ops import KINDS
 from interlace.ir.order import Queue, TeamKey
 from interlace.ir.sizes import Int
 from interlace.ir.view import Box
@@ -111,10 +111,10 @@ class _Matcher:
         if item.ordering.takes is not None:
             spot = issue.source.versions[issue.item.version].spot
             return {"size": f"{self.regions.at(spot, where).hi} bytes"}
-        if isinstance(item.op, Send | Recv):
-            (touch,) = item.touches
+        if item.ordering.messages:
+            ((end,), (touch,)) = item.ordering.messages, item.touches
             box = self.regions.at(touch.spot, where).exact
-            return {"size": box.numel, "element type": box.dtype, "backend": f"{item.op.backend}"}
+            return {"size": box.numel, "element type": box.dtype, "backend": f"{end.backend}"}
         op = item.collective
         assert op is not None
         src, dst = self.box(issue, "src"), self.box(issue, "dst")
@@ -146,8 +146,8 @@ class _Matcher:
             ranks = builder.members(queue[0], next(iter(members)))
             if queue[0] not in standing:
                 self.regions.spend(len(ranks))
-                standing[queue[0]] = list(dict.fromkeys(map(builder.first, ranks)))
-            issued = {rank: builder.queue(queue, rank) for rank in standing[queue[0]]}
+                standing[queue[0]] = list(dict.fromkeys(map(self.meetings.first, ranks)))
+            issued = {rank: self.meetings.queue(queue, rank) for rank in standing[queue[0]]}
             counts = {len(mine) for mine in issued.values()}
             for k in range(min(counts)):
                 met = [mine[k] for mine in issued.values()]
@@ -182,7 +182,10 @@ class _Matcher:
         builder = self.builder
         for channel in [*self.meetings.channels]:
             team, sender, receiver = channel
-            sends, receives = builder.ends(channel, True), builder.ends(channel, False)
+            sends, receives = (
+                self.meetings.ends(channel, True),
+                self.meetings.ends(channel, False),
+            )
             for k, (send, receive) in enumerate(zip(sends, receives, strict=False)):
                 met = builder.on(send, sender), builder.on(receive, receiver)
                 problem = self.differs(met)
@@ -210,11 +213,11 @@ class _Matcher:
     def slots(self) -> None:
         for slot, takers in [*self.meetings.taken.items()]:
             members = self.builder.members(slot[0], next(iter(takers)))
-            ranks = dict.fromkeys(map(self.builder.first, members))
-            taken = {rank: self.builder.takes(slot, rank) for rank in ranks}
+            ranks = dict.fromkeys(map(self.meetings.first, members))
+            taken = {rank: self.meetings.takes(slot, rank) for rank in ranks}
             least, most = _extremes(taken)
             count, name = len(taken[least]), f"slot {slot[1]} of team {slot[0].name}"
-            absent = next((r for r in slot[0].ranks if self.builder.first(r) not in taken), None)
+            absent = next((r for r in slot[0].ranks if self.meetings.first(r) not in taken), None)
             if absent is not None:
                 self.report(
                     f"{name}: no Program of the set runs on rank {absent}, which never frees it",

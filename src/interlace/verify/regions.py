@@ -16,8 +16,8 @@ covered in them is the same question, with a smaller stride.
     >>> covered(Box(0, (8192, 4096), (4096, 1), DType.f32), halves)
     True
 
-Where the dimensions of a box run over the end of a row, or where a size is symbolic, the byte runs
-of `Box` answer instead.
+Where the dimensions of a box run over the end of a row, or where a size is symbolic, runs of bytes
+answer instead.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from interlace.errors import ProgramError
 from interlace.ir.overlap import compared_box
 from interlace.ir.sizes import Int, Size, greatest, least, never_above, number
 from interlace.ir.types import Buffer, RankIndex, Table, TableEntry, Where
-from interlace.ir.view import MAX_RUNS, Box, View, byte_runs, runs, varying
+from interlace.ir.view import Box, View, runs, varying
 
-FEW_RUNS = 1 << 12
-"""Runs of boxes that are counted one by one where no rows fit, at most."""
+FEW_RUNS, MAX_RUNS = 1 << 12, 1 << 16
+"""Runs that are counted one by one, at most: of boxes within a row, and of one box."""
 Dims = tuple[tuple[int, int], ...]
 """Steps in bytes, ascending, and how often each is taken; the first is the run of bytes."""
 FlatBox = tuple[int, Dims]
@@ -60,8 +60,12 @@ def covered(
         by_rows = _covered_by_rows(whole, near, spend)
         if by_rows is not None:
             return by_rows
-    spend(16 * sum(num_runs(box) for box in (target, *parts)))
-    return _covered_by_runs(target, parts)
+    wanted, *there = [_byte_runs(box, spend) for box in (target, *parts)]
+    if wanted is None:
+        if target in parts:
+            return True
+        wanted = [target.hull]  # which has the gaps between its runs as well
+    return _filled(wanted, sorted(run for each in there for run in each or ()))
 
 
 def _dims(box: Box) -> FlatBox | None:
@@ -100,6 +104,19 @@ def _expanded(start: int, dims: Dims) -> list[tuple[int, int]]:
     for step, size in dims[:0:-1]:
         starts = [one + i * step for one in starts for i in range(size)]
     return [(one, one + dims[0][1]) for one in sorted(starts)]
+
+
+def _byte_runs(box: Box, spend: Callable[[int], None]) -> Sequence[tuple[Int, Int]] | None:
+    """The runs of bytes of a box; None if there are too many, or a number that is no one number."""
+    length, dims = runs(box)
+    count = prod([size for _, size in dims])
+    many = isinstance(count, Size) or count > MAX_RUNS
+    spend(16 if many else 16 * number(count))
+    if many or box.numel == 0:
+        return None if box.numel else ()
+    return _expanded(
+        number(box.hull[0]), ((1, number(length)), *[(number(s), number(n)) for s, n in dims])
+    )
 
 
 def _covered_in_rows(
@@ -150,21 +167,6 @@ def _rows(start: int, dims: Dims, step: int) -> list[Rows] | None:
     if at + 1 + sum(by * (size - 1) for by, size in inner) > step:
         return None
     return [(row, row + count, at, tuple(inner))]
-
-
-def num_runs(box: Box) -> int:
-    """The number of byte runs of a box; 1 where there are too many to count one by one."""
-    count = prod([size for _, size in runs(box)[1]])
-    return 1 if isinstance(count, Size) or count > MAX_RUNS else count
-
-
-def _covered_by_runs(target: Box, parts: Sequence[Box]) -> bool:
-    wanted = byte_runs(target)
-    if wanted is None:
-        if any(part == target for part in parts):
-            return True
-        wanted = (target.hull,)  # which has the gaps between its runs as well
-    return _filled(wanted, sorted(run for part in parts for run in byte_runs(part) or ()))
 
 
 def _filled(wanted: Iterable[tuple[Int, Int]], there: Sequence[tuple[Int, Int]]) -> bool:
@@ -287,7 +289,7 @@ class Regions:
                 self._per_hull = PER_SIZED
             first, last, dense = least(lo), greatest(hi), _dense(box)
             region = self._interned[box, exact] = ByteRegion(
-                box, exact, lo, hi, first, last, first >= last, dense, box is not exact
+                box, exact, lo, hi, first, last, never_above(hi, lo), dense, box is not exact
             )
         return region
 

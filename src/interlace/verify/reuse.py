@@ -86,8 +86,7 @@ def _uses(place: RankPlace) -> Iterator[tuple[int, int, int]]:
                 if version.symmetric and one.does(touch, where):
                     rank = place.rank
                     if touch.peer is not None and touch.team is not None:
-                        member = where.index(touch.peer)
-                        rank = where.member(touch.team).ranks[member]
+                        rank = where.peer(touch.team, touch.peer)
                     node = place.nodes[one.place if item.is_fused else item.place]
                     yield node, touch.version, rank
 

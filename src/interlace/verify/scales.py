@@ -23,7 +23,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from interlace.ir.operators import NO_ROWS, ROW_SCALES, RowScales, base_of
-from interlace.ir.ops import KINDS, Call, Op
+from interlace.ir.ops import KINDS, Call
 from interlace.ir.sizes import Int, Size, at_hand
 from interlace.ir.text.printer import print_view
 from interlace.ir.types import DType
@@ -82,7 +82,7 @@ class _Walk:
         """The origins of all bytes of each buffer."""
         self.meets = {
             (at.place, at.item): (queue, k, come)
-            for queue, k, come in builder.meetings.collectives()
+            for queue, k, come, _ in builder.meetings.collectives()
             for at in come.values()
         }
         self.sends: dict[Part, Part] = {
@@ -203,7 +203,7 @@ class _Walk:
 
     def mixed(self, place: RankPlace, item: Item) -> str:
         """Words for the first block of a call that has rows of several scales; empty: none has."""
-        op, rows = item.call, _rows_of(item.op)
+        op, rows = item.call, _rows_of(item.call)
         count = op.args[2] if op is not None and rows.cut else 0
         if op is None or not isinstance(count, int) or count < 1:
             return ""
@@ -264,8 +264,8 @@ def _spans(box: Box) -> list[tuple[Int, Int]] | None:
     return [(start, start + length) for start in starts]
 
 
-def _rows_of(op: Op | None) -> RowScales:
-    return ROW_SCALES.get(base_of(op.fn), NO_ROWS) if isinstance(op, Call) else NO_ROWS
+def _rows_of(op: Call | None) -> RowScales:
+    return NO_ROWS if op is None else ROW_SCALES.get(base_of(op.fn), NO_ROWS)
 
 
 def _touch(item: Item, view: View) -> Touch:

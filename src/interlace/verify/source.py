@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import NamedTuple
 
 from interlace.errors import ProgramError
@@ -31,7 +30,7 @@ from interlace.ir.ops import (
     views_in,
 )
 from interlace.ir.order import in_order
-from interlace.ir.program import Program, spots
+from interlace.ir.program import Program, calls_in, spots
 from interlace.ir.types import Buffer, DType, Index, Where
 from interlace.ir.view import View
 from interlace.verify.regions import Regions, Spot
@@ -388,6 +387,5 @@ class _Lowering:
 
 def takes_blocks(sources: Iterable[LoweredProgram]) -> bool:
     """Returns True if some call multiplies rows of FP8 in blocks (scales.py)."""
-    steps = chain.from_iterable(op.steps for source in sources for op in source.program.ops)
-    names = {op.fn for op in steps if isinstance(op, Call)}
+    names = {op.fn for source in sources for op in calls_in(source.program.ops)}
     return any(ROW_SCALES.get(base_of(name), NO_ROWS).cut for name in names)

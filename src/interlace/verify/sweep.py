@@ -283,8 +283,8 @@ class Sweep:
     def _seen(self, place: RankPlace, team: str, peer: Index) -> tuple[int, RankPlace]:
         """The rank that stands for a peer, and the one that this rank is as seen from there."""
         target = place.where.peer(team, peer)
-        return self.builder.first(target), self.builder.everywhere[
-            self.builder.back(target, place.rank)
+        return self.builder.meetings.first(target), self.builder.everywhere[
+            self.builder.meetings.back(target, place.rank)
         ]
 
     def _arena(self, place: RankPlace, storage: str) -> Memory:
@@ -408,9 +408,13 @@ class Sweep:
         if new.content.memory.arena and not new.free:
             for content, start in cell.live.items():
                 if content is not new.content:
-                    content.lose(new.lo - start, new.hi - start)
+                    self._lose(content, new.lo - start, new.hi - start)
             if not new.content.freed:
                 cell.live[new.content] = offset
+
+    def _lose(self, content: Content, lo: int, hi: int) -> None:
+        """A write to these bytes of a buffer through another that shares its storage."""
+        content.lose(lo, hi)
 
     def _replaces(self, cell: Cell, new: ByteAccess, old: ByteAccess) -> bool:
         """Compares accesses whose hulls meet; whether the old one may go: Note [Frontier]."""

@@ -367,9 +367,9 @@ class _Rank:
             return []
         exact <<= number(box.offset) * item
         covers, hull = exact, _filled(exact)
-        if any(isinstance(step, AsStrided) for step in view.steps):
-            covers = hull = self.whole(buffer).hull
         owner, at = self.rank, number(buffer.offset)
+        if any(isinstance(step, AsStrided) for step in view.steps):
+            covers = hull = self.whole(buffer).hull >> at
         if access.peer is not None and access.team is not None:
             (owner,) = self.peers(access.peer, access.team)
         own = exact << at if access.contents else 0

@@ -173,7 +173,7 @@ class Importer:
             results=tuple(results),
             ranks=ranks,
         )
-        self._check_host()
+        self._check_host(program)
         waits = awaited(self.gm.graph)
         lazy = [may_be_lazy(whole(b)) and b.name not in changed for b in program.params]
         return Imported(
@@ -186,10 +186,11 @@ class Importer:
             awaited=tuple(i for i, at in enumerate(self.inputs) if at in waits),
         )
 
-    def _check_host(self) -> None:
+    def _check_host(self, program: Program) -> None:
         """Nothing but torch's operators touches what stays on the CPU of a graph on a GPU."""
-        for op in self.ops:
-            if self.host and not isinstance(op, Call | Alloc):
+        calls = program.calls()
+        for index, op in enumerate(program.ops):
+            if self.host and index not in calls:
                 views = [access.view for access in (*op.reads(), *op.writes())]
                 found = [view.buffer for view in views if view.buffer in self.host]
                 if found:

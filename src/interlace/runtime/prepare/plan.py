@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 
 from interlace import ir
 from interlace.comm import Contacts, Demand, Spec, staged_nbytes
-from interlace.errors import ProgramError, UnsupportedError
+from interlace.errors import ProgramError
 from interlace.ir.lifetimes import released_after
+from interlace.ir.ops import MessageEnd
 from interlace.ir.sizes import greatest, number, numbers
 from interlace.runtime.values import DTYPES, nbytes
 
@@ -88,6 +89,8 @@ class Plan:
         self._stages: dict[str, int] = {}
         for index, op in enumerate(program.ops):
             self._add(index, op, backend_of)
+        for index, op in program.collectives().items():
+            self._collective(index, op, backend_of(op.team, op.backend))
         for spot, op in ir.spots(program.ops):
             event = op.ordering().waits
             if event is not None and spot not in self.waits:
@@ -137,19 +140,8 @@ class Plan:
                 self._signals.setdefault(expects.team, {})[expects.signal] = None
         if order.takes is not None and order.takes.team is not None:
             self._take(order.takes, order.takes.team)
-        if order.meets is None and not order.messages:
-            return
-        for part, item in enumerate(op.transfers):
-            match item:
-                case ir.Collective():
-                    self._collective(index, item, backend_of(item.team, item.backend))
-                case ir.Send() | ir.Recv():
-                    self._message(index, part, item, backend_of(item.team, item.backend))
-                case _:
-                    raise UnsupportedError(
-                        f"op {index} ({type(op).__name__}) meets peers, and nothing says how: add "
-                        "a case to the plan and to the devices' binders"
-                    )
+        for part, end in enumerate(order.messages):
+            self._message(index, part, end, backend_of(end.team, end.backend))
 
     def _sync(self, index: int, stream: str, holds_host: bool) -> None:
         """The HostSyncs of other streams that this op is the first of its stream after."""
@@ -181,12 +173,11 @@ class Plan:
         if backend == "peer":
             self._stages[op.team] = max(self._stages.get(op.team, 0), staged_nbytes(largest(spec)))
 
-    def _message(self, index: int, part: int, op: ir.Send | ir.Recv, backend: str) -> None:
-        member, backend = self.where.index(op.peer), message_backend(backend)
-        if backend == "gloo" and member == self.where.member(op.team).index:
+    def _message(self, index: int, part: int, end: MessageEnd, backend: str) -> None:
+        member, backend = self.where.index(end.peer), message_backend(backend)
+        if backend == "gloo" and member == self.where.member(end.team).index:
             backend = ""
-        (end,) = op.ordering().messages
-        mine = (self._sends if end.sends else self._recvs).setdefault(op.team, [])
+        mine = (self._sends if end.sends else self._recvs).setdefault(end.team, [])
         mine.append(Message(backend, member, sum(message.member == member for message in mine)))
         self.messages[index, part] = mine[-1]
 
@@ -233,8 +224,8 @@ def merging(source: ir.Program) -> frozenset[int]:
     """The uneven all-to-alls whose parts are cut on the destination's side; where a rank's own part
     is the mean of all, only the other ranks tell."""
     found: set[int] = set()
-    for index, op in enumerate(source.ops):
-        if not (isinstance(op, ir.Collective) and op.kind == "all_to_all" and op.splits):
+    for index, op in source.collectives().items():
+        if op.kind != "all_to_all" or op.splits is None:
             continue
         ranks = source.world if source.rank is None else (source.rank,)
         for rank in ranks:
