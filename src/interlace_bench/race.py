@@ -72,7 +72,7 @@ class Opened:
     """A variant, ready to run."""
 
     run: Run
-    off: Callable[[], float]
+    off: Callable[[], float] = lambda: 0.0
     """Lets it compute something known: how far it is off, in units of what rounding may do."""
     state: Callable[[], int] = lambda: 0
     """Bytes that it keeps from call to call."""
@@ -171,6 +171,11 @@ def worst(offs: Iterable[float]) -> float:
     return max(known) if all(map(math.isfinite, known)) else math.inf
 
 
+def step(tell: Tell, doing: str) -> None:
+    """Tells what is under way."""
+    tell({"event": "step", "doing": doing})
+
+
 def run_race(
     ranks: Ranks,
     variants: Iterable[Variant],
@@ -183,11 +188,11 @@ def run_race(
     by name. Each that is open does the step `measure` alone before the next one is opened."""
     racers: dict[str, Racer] = {}
     for variant in variants:
-        tell({"event": "doing", "doing": f"{title}{variant.name}"})
+        step(tell, f"{title}{variant.name}")
         racer = racers[variant.name] = prepare(ranks, variant)
         if measure is not None:
             also(ranks, racer, measure)
-    tell({"event": "doing", "doing": f"{title}timing"})
+    step(tell, f"{title}timing")
     timer([racer for racer in racers.values() if racer.ready])
     gather(ranks, racers.values())
     return racers
@@ -209,7 +214,7 @@ def run_cases(
     rows: list[Row] = []
     skipped: list[str] = []
     for number, (name, measure) in enumerate(cases.items()):
-        tell({"event": "step", "doing": name})
+        step(tell, name)
         (spent,) = ranks.maximum([time.monotonic() - begun])
         left = seconds - spent
         if left <= kept_s:
@@ -253,6 +258,11 @@ def _attempt(ranks: Ranks, racer: Racer, step: Callable[[], str | None]) -> None
     except Exception as error:
         problem = describe(error, ranks)
     racer.problem = ranks.agree(problem)
+    give_up(ranks, racer)
+
+
+def give_up(ranks: Ranks, racer: Racer) -> None:
+    """Closes a variant that has a problem, on all ranks; others stay."""
     if racer.problem is None:
         return
     racer.opened = None

@@ -169,7 +169,8 @@ def measured(names: list[str], rows: tuple[int, ...] = (8,), brief_s: float = 0.
     events: list[dict[str, Any]] = []
     report = overlap.work(settings, here(CPU), events.append)
     if report is not None:
-        report["steps"] = [event["doing"] for event in events if event["event"] == "step"]
+        steps = [event["doing"] for event in events if event["event"] == "step"]
+        report["steps"] = [step for step in steps if ":" not in step]
     return report, closed
 
 

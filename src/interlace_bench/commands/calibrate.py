@@ -65,7 +65,7 @@ def calibrate(
     """
     check_places(out)
     from interlace.cost import Machine, default_machine
-    from interlace_bench.interconnect import calibrate_work
+    from interlace_bench.calibration.work import calibrate_work
     from interlace_bench.ranks import pick_device, run, several_hosts
 
     kind = pick_device(device)
@@ -113,7 +113,7 @@ def _save(
     beside that; the machine, and the file's path."""
     from interlace.cost import default_path, fingerprint
     from interlace.runtime.machine import gpus_of
-    from interlace_bench.measured_sites import site_times, with_sites
+    from interlace_bench.calibration.sites import site_times, with_sites
 
     gpus = gpus_of(base.device)
     path, host = out or default_path(gpus), fingerprint(gpus)

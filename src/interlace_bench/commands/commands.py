@@ -54,7 +54,7 @@ class Benchmark:
 BENCHMARKS = (
     Benchmark(
         settings=of.InterconnectSettings,
-        module="interconnect",
+        module="links",
         help="Measure copies between ranks, and every collective of every backend, by size.",
         columns="""
         kind: {kind} | who: {pattern} | bytes: {nbytes} | backend: {backend} |
