@@ -36,9 +36,19 @@ from interlace.launch import Tell
 from interlace.options import BACKENDS, Options
 from interlace.runtime import Executor
 from interlace_bench.calibration.fit import Sample
-from interlace_bench.race import Opened, Variant, close, give_up, prepare, race, step
+from interlace_bench.race import (
+    Opened,
+    Plan,
+    Variant,
+    benchmark,
+    close,
+    give_up,
+    prepare,
+    race,
+    step,
+)
 from interlace_bench.ranks import WAIT_S, Ranks
-from interlace_bench.rows import Row, facts
+from interlace_bench.rows import Row
 from interlace_bench.settings import InterconnectSettings, nbytes
 
 ROOF_SIZES = (64 << 20, 256 << 20)
@@ -180,7 +190,7 @@ def measured(settings: InterconnectSettings, ranks: Ranks, tell: Tell) -> list[S
         found += [_message(team, size) for size in sizes]
     for team in teams:
         found += _collectives(team, shorter, tell)
-    return found
+    return found + backends(ranks)[1]
 
 
 def _copies(ranks: Ranks, sizes: Sequence[int]) -> Iterator[Sample]:
@@ -242,10 +252,10 @@ def best_copy(ranks: Ranks, sizes: Sequence[int] = ROOF_SIZES) -> Sample | None:
 # -- collectives --------------------------------------------------------------------------------
 
 
-def backends(ranks: Ranks) -> tuple[list[str], dict[str, str]]:
-    """The backends that serve this device, and why the others do not."""
+def backends(ranks: Ranks) -> tuple[list[str], list[Sample]]:
+    """The backends that serve this device, and those that do not, each with its reason."""
     there: list[str] = []
-    absent: dict[str, str] = {}
+    absent: list[Sample] = []
     for name in BACKENDS:
         try:
             require_backend(name)
@@ -253,7 +263,7 @@ def backends(ranks: Ranks) -> tuple[list[str], dict[str, str]]:
                 raise BackendError("NCCL moves tensors of GPUs alone")
             there.append(name)
         except BackendError as error:
-            absent[name] = str(error)
+            absent.append(Sample(kind="any", seconds=math.nan, backend=name, error=str(error)))
     return there, absent
 
 
@@ -314,15 +324,15 @@ def _collective(ranks: Ranks, backend: str, kind: str, size: int) -> Sample:
 # -- the benchmark ------------------------------------------------------------------------------
 
 
-def work(settings: InterconnectSettings, ranks: Ranks, tell: Tell) -> Row | None:
-    """Measures all of it; rank 0 gets the report."""
-    samples, absent = measured(settings, ranks, tell), backends(ranks)[1]
-    if ranks.me:
-        return None
-    common = facts(ranks.device.type, settings.commit)
-    rows: list[Row] = [{**sample.row, **common} for sample in samples]
-    tell({"event": "rows", "rows": rows})
-    largest = {row["kind"]: row["nbytes"] for row in rows}  # sizes grow
-    shown = [row for row in rows if row["nbytes"] == largest[row["kind"]]]
-    found = {"rows": rows, "shown": shown, "absent": absent, "facts": common}
-    return {**found, "headline": f", {ranks.size} ranks"}
+@benchmark
+def work(settings: InterconnectSettings, ranks: Ranks, tell: Tell) -> Plan:
+    """All of it, as one case."""
+
+    def shown(rows: list[Row]) -> list[Row]:
+        largest = {row["kind"]: row["nbytes"] for row in rows}  # sizes grow
+        return [row for row in rows if row["nbytes"] == largest[row["kind"]]]
+
+    def rows(seconds: float) -> list[Row]:
+        return [each.row for each in measured(settings, ranks, tell)]
+
+    return Plan(cases={"links": rows}, headline=f", {ranks.size} ranks", shown=shown)

@@ -23,17 +23,18 @@ from interlace.runtime.machine import machine_for
 from interlace_bench.candidates import ours, rivals, whole_gemms
 from interlace_bench.links import ROOF_SIZES, best_copy
 from interlace_bench.race import (
+    Plan,
     Racer,
     Variant,
     also,
+    benchmark,
     close,
     host_times,
     race,
-    run_cases,
     run_race,
 )
 from interlace_bench.ranks import Ranks
-from interlace_bench.rows import Row, facts
+from interlace_bench.rows import Row
 from interlace_bench.settings import OverlapSettings, whole, words
 from interlace_bench.sites import SiteCase, cases_of, make_inputs
 
@@ -43,35 +44,33 @@ MARGIN_S = 0.25
 """Part of a case's share of the time that timing gets at least, however long set-up took."""
 
 
-@torch.no_grad()
-def work(settings: OverlapSettings, ranks: Ranks, tell: Tell) -> Row | None:
-    """Measures every case, within the time, set-up included; rank 0 gets the report."""
-    begun = time.monotonic()
+@benchmark
+def work(settings: OverlapSettings, ranks: Ranks, tell: Tell) -> Plan:
+    """All cases."""
     # The largest last: what small ones leave of their time is theirs, whose noise is the greatest.
     cases = sorted(cases_of(settings.preset, settings.shapes, words(settings.dtype)), key=_work)
     for case in cases:
         case.check(ranks.size)
-    common = facts(ranks.device.type, settings.commit)
     machine = machine_for(Options(calibration=whole(settings.calibration)), ranks.device.type)
-    common["calibrated"] = "yes" if machine.host or settings.calibration else "no"
     roof = best_copy(ranks, ROOF_SIZES if ranks.cuda else (1 << 20,))
     bandwidth = math.nan if roof is None else roof.nbytes / roof.seconds
     smallest = {case.op: min(_work(c) for c in cases if c.op == case.op) for case in cases}
 
+    @torch.no_grad()
     def measure(case: SiteCase, share: float) -> list[Row]:
         small = _work(case) == smallest[case.op]
         racers = _case(case, settings, ranks, share, small, tell)
-        return [row | common for row in _rows(case, racers, bandwidth, ranks)]
+        return _rows(case, racers, bandwidth, ranks)
 
-    named = {str(case): functools.partial(measure, case) for case in cases}
-    (spent,) = ranks.maximum([time.monotonic() - begun])
-    rows, skipped = run_cases(ranks, named, settings.seconds - spent, tell)
-    if ranks.me:
-        return None
     said = f", roof of a copy {bandwidth / 1e9:.1f} GB/s"
     if roof is not None:
         said += f" ({roof.kind} {roof.protocol} {roof.pattern} {roof.nbytes >> 20}M)"
-    return {"rows": rows, "skipped": skipped, "facts": common, "headline": said}
+    return Plan(
+        cases={str(case): functools.partial(measure, case) for case in cases},
+        seconds=settings.seconds,
+        facts={"calibrated": "yes" if machine.host or settings.calibration else "no"},
+        headline=said,
+    )
 
 
 def _work(case: SiteCase) -> int:

@@ -19,6 +19,7 @@ percentile.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 import random
@@ -33,10 +34,11 @@ import torch
 
 from interlace.comm.resets import reset_teams
 from interlace.errors import ExecutorError, InterlaceError
-from interlace.launch import Tell
+from interlace.launch import Report, Tell
 from interlace.torch_private import cuda_sleep
-from interlace_bench.ranks import Ranks
-from interlace_bench.rows import Row
+from interlace_bench.ranks import Ranks, Work
+from interlace_bench.rows import Row, facts
+from interlace_bench.settings import BenchSettings
 
 Run = Callable[..., Any]
 """Launches once, with the inputs of one set."""
@@ -196,6 +198,54 @@ def run_race(
     timer([racer for racer in racers.values() if racer.ready])
     gather(ranks, racers.values())
     return racers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The cases of a benchmark on these ranks, and what their report says."""
+
+    cases: Mapping[str, Callable[[float], list[Row]]]
+    """Each measures its rows within so many seconds."""
+    seconds: float = math.inf
+    """Time for all of them, set-up included; those for which none is left are skipped."""
+    most_s: float = math.inf
+    """Most seconds for a case."""
+    facts: Row = field(default_factory=dict[str, Any])
+    """Columns of all rows, beside what they say of the machine."""
+    headline: str = ""
+    shown: Callable[[list[Row]], list[Row]] = lambda rows: rows
+    """Picks the rows that people see."""
+
+
+def benchmark(plan_of: Callable[[Any, Ranks, Tell], Plan]) -> Work:
+    """Measures the cases of a plan, one after another, and tells their rows as they come; rank 0
+    gets the report."""
+
+    @functools.wraps(plan_of)
+    def work(settings: BenchSettings, ranks: Ranks, tell: Tell) -> Report | None:
+        begun = time.monotonic()
+        plan = plan_of(settings, ranks, tell)
+        common = plan.facts | facts(ranks.device.type, settings.commit)
+        rows: list[Row] = []
+        skipped: list[str] = []
+        for number, (name, measure) in enumerate(plan.cases.items()):
+            step(tell, name)
+            (spent,) = ranks.maximum([time.monotonic() - begun])
+            left = plan.seconds - spent
+            if left <= 0:
+                skipped.append(name)
+                continue
+            share = min(plan.most_s, left / (len(plan.cases) - number))
+            found = [row | common for row in measure(share)]
+            free(ranks)
+            tell({"event": "rows", "rows": found})
+            rows += found
+        if ranks.me:
+            return None
+        report = {"rows": rows, "skipped": skipped, "facts": common}
+        return {**report, "headline": plan.headline, "shown": plan.shown(rows)}
+
+    return work
 
 
 def run_cases(

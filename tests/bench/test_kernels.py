@@ -40,19 +40,15 @@ def opened(case: KernelCase, name: str) -> Opened:
 # -- the command ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A case is timed for a moment."""
-    monkeypatch.setattr("interlace_bench.kernels.work.MOST_S", 0.1)
-
-
 def invoked(*args: str) -> Any:
     return CliRunner().invoke(bench, ["kernels", "--device", "cpu", *args])
 
 
+@pytest.mark.usefixtures("launched_on_pool")
 @pytest.mark.parametrize("only", ["adam", pytest.param("adam,host", marks=pytest.mark.slow)])
 def test_the_command_writes_rows_and_judges_them(only: str, tmp_path: Path) -> None:
-    args = ("--only", only, "--seconds", "60", "--out", str(tmp_path))
+    args = ("--only", only, "--seconds", "8", "--out", str(tmp_path))
+    args += ("--world", "2", "--seconds", "60") if "host" in only else ()
     done = invoked(*args, "--check", "--json", "--commit", "abc")
     assert done.exit_code in (0, 1), done.stderr  # 1: a busy machine misses the bar of host time
     report = json.loads(done.stdout)
@@ -81,8 +77,9 @@ def test_the_command_writes_rows_and_judges_them(only: str, tmp_path: Path) -> N
     assert {verdict["bar"] for verdict in report["bars"]} == judged
 
 
+@pytest.mark.usefixtures("launched_on_pool")
 def test_the_command_as_a_table(tmp_path: Path) -> None:
-    done = invoked("--only", "grouped", "--seconds", "30", "--out", str(tmp_path), "--verbose")
+    done = invoked("--only", "grouped", "--seconds", "4", "--out", str(tmp_path), "--verbose")
     assert done.exit_code == 0, done.output
     assert "grouped 4x48x16x32 even f32 forward+backward" in done.stdout
     assert f"wrote {tmp_path}/kernels.csv" in done.stdout

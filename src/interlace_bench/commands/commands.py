@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """A benchmark: its module has `work(settings, ranks, tell)`, or `measure(settings, tell)` where
-    the settings take one process alone."""
+    """A benchmark, whose module has `work(settings, ranks, tell)`."""
 
     settings: type[of.BenchSettings]
     module: str
@@ -168,8 +167,6 @@ def measured(benchmark: Benchmark, settings: of.BenchSettings) -> Report | None:
 
     check_places(settings.path)
     module: Any = importlib.import_module(f"interlace_bench.{benchmark.module}")
-    if settings.alone:
-        return ranks.run_alone(module.measure, settings)
     return ranks.run(module.work, settings, getattr(settings, "world", None))
 
 
@@ -199,8 +196,6 @@ def conclude(benchmark: Benchmark, settings: of.BenchSettings) -> None:
             say(f"  {benchmark.place.format_map(row)}: {row['error']}")
         if report.get("skipped"):
             say(f"no time left for: {'; '.join(report['skipped'])}")
-        for name, why in report.get("absent", {}).items():
-            say(f"{name} is absent: {why}")
         if verdicts:
             _show_bars(verdicts)
         elif getattr(settings, "check", False):
