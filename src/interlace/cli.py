@@ -56,6 +56,10 @@ GONE = {
         f"bench layer --{option}": "`--small` and `--large` choose the sizes"
         for option in ("dim", "hidden", "heads", "prefill", "decode", "cached", "dtype")
     },
+    **{
+        f"bench {name} --check": "leave it out: the table has the figures"
+        for name in ("kernels", "transformer")
+    },
     "run --inputs": "`interlace.Executor` runs a schedule on tensors of your own",
     "bench transformer --simulate": "`interlace simulate FILE` predicts an exported schedule",
     "calibrate --from": "leave it out: what `auto` chooses by is measured where it runs",

@@ -175,7 +175,6 @@ class TransformerSettings(RaceSettings):
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1
     dtype: Annotated[Literal["bf16", "f32"], typer.Option(help="Element type.")] = "bf16"
     strategy: Strategy = "auto"
-    check: Bars = False
     calibration: Calibration = None
     world: World = None
 
@@ -213,7 +212,6 @@ class KernelSettings(RaceSettings):
 
     name, known, least_ranks = "kernels", KERNELS, 1
     small: Small = None
-    check: Bars = False
     world: Annotated[
         int, typer.Option(help="Ranks; of two, the host's time in a team is measured too.")
     ] = 1

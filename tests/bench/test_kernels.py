@@ -46,11 +46,11 @@ def invoked(*args: str) -> Any:
 
 @pytest.mark.usefixtures("launched_on_pool")
 @pytest.mark.parametrize("only", ["adam", pytest.param("adam,host", marks=pytest.mark.slow)])
-def test_the_command_writes_rows_and_judges_them(only: str, tmp_path: Path) -> None:
+def test_the_command_writes_rows(only: str, tmp_path: Path) -> None:
     args = ("--only", only, "--seconds", "8", "--out", str(tmp_path))
     args += ("--world", "2", "--seconds", "60") if "host" in only else ()
-    done = invoked(*args, "--check", "--json", "--commit", "abc")
-    assert done.exit_code in (0, 1), done.stderr  # 1: a busy machine misses the bar of host time
+    done = invoked(*args, "--json", "--commit", "abc")
+    assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
     rows = read(tmp_path / "kernels.csv")
     assert len(rows) == len(report["rows"]) > 10
@@ -73,8 +73,6 @@ def test_the_command_writes_rows_and_judges_them(only: str, tmp_path: Path) -> N
     shared = [row for row in rows if row["op"] == "adam" and row["way"] == COPY]
     assert len(shared) == len(adam.FORMATS)
     assert all(float(row["share"]) == pytest.approx(1) for row in shared)
-    judged = {"run over plain calls"} if "host" in only else set[str]()
-    assert {verdict["bar"] for verdict in report["bars"]} == judged
 
 
 @pytest.mark.usefixtures("launched_on_pool")
@@ -103,12 +101,13 @@ def test_errors_say_what_to_mend(args: tuple[str, ...], told: str) -> None:
 # -- cases ---------------------------------------------------------------------------------------
 
 
-def test_every_op_has_cases_and_those_with_bars_come_first() -> None:
+def test_every_op_has_cases() -> None:
     for small in (True, False):
         found = cases_of(KernelSettings(small=small), CPU)
-        assert [case.op for case in found[: len(KERNELS)]] == list(KERNELS)
+        assert [*dict.fromkeys(case.op for case in found)] == list(KERNELS)
         assert len({str(case) for case in found}) == len(found)
     assert str(found[0]) == "cross-entropy 8192x128256 bf16 forward+backward"
+    assert {case.op for case in cases_of(KernelSettings(only="adam,host"), CPU)} == {"adam", "host"}
     with pytest.raises(OptionError, match="choose from"):
         KernelSettings(only="magic")
 

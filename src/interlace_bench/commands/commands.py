@@ -214,14 +214,11 @@ def _cell(form: str, row: Mapping[str, Any]) -> str:
 
 def _show_bars(verdicts: Sequence[BarVerdict]) -> None:
     cells = [
-        (
-            *(v.bar, v.limit, f"{v.figure:.3f}", "pass" if v.passed else "MISSED"),
-            *(v.case or v.mode, v.way or v.worst),
-        )
+        (v.bar, v.limit, f"{v.figure:.3f}", "pass" if v.passed else "MISSED", v.mode, v.worst)
         for v in verdicts
     ]
     say("")
-    table(("bar", "limit", "figure", "", "of", "way, or the worst case"), cells, title="bars")
+    table(("bar", "limit", "figure", "", "of", "the worst case"), cells, title="bars")
 
 
 bench = typer.Typer(

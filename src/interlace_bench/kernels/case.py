@@ -67,8 +67,6 @@ class KernelCase:
     """Launches by which the host is ahead of the device."""
     host: bool = False
     """The host's time is measured, not the device's."""
-    calls: int = 0
-    """Number of calls in the Program of an Executor; 0 without one."""
 
     def __str__(self) -> str:
         return f"{self.op} {self.shape} {self.dtype} {self.does}"
@@ -205,7 +203,6 @@ def _rows(case: KernelCase, racers: Mapping[str, Racer], ranks: Ranks) -> list[R
                 "tflops": (case.flops or math.nan) / racer.median / 1e12,
                 "speedup_torch": torch_s / racer.median,
                 **racer.columns("peak_bytes", "kept_bytes", "state_bytes"),
-                "calls": case.calls or math.nan,
                 **racer.columns("deviation", "rounds", "sm_mhz", "error"),
             }
         )

@@ -39,16 +39,15 @@ a size that is overlapped."""
 def host_cases() -> list[KernelCase]:
     """The cases of `Executor.run()` on one device."""
     return [
-        _case(f"Executor.run, {n} calls", partial(executor_variants, n), calls=n)
-        for n in reversed(COUNTS)
+        _case(f"Executor.run, {n} calls", partial(executor_variants, n)) for n in reversed(COUNTS)
     ]
 
 
 def _case(
-    shape: str, build: Callable[[torch.device], list[Variant]], dtype: str = "f32", calls: int = 0
+    shape: str, build: Callable[[torch.device], list[Variant]], dtype: str = "f32"
 ) -> KernelCase:
     of: Any = partial(KernelCase, op="host", does="host", host=True)
-    return of(shape=shape, dtype=dtype, build=build, calls=calls)
+    return of(shape=shape, dtype=dtype, build=build)
 
 
 # -- Executors -----------------------------------------------------------------------------------
@@ -110,7 +109,6 @@ def team_cases(ranks: Ranks) -> list[KernelCase]:
         _case(
             f"Executor.run, {calls} calls, {team}",
             partial(executor_variants, calls, groups=groups, team=ranks.size),
-            calls=calls,
         )
         for calls in reversed(COUNTS)
     ]

@@ -23,27 +23,25 @@ from interlace_bench.ranks import Ranks
 from interlace_bench.rows import Row
 from interlace_bench.settings import KERNELS, KernelSettings
 
-REST = ("host", "adam", "muon", "grouped", "float8", "linear-cross-entropy", "cross-entropy")
-"""The order of what comes after the first case of each."""
 MOST_S = 2.0
 """A case is timed for so long at most, set-up apart: more rounds tell no more."""
 
 
+CASES: dict[str, Callable[[bool], list[KernelCase]]] = {
+    "cross-entropy": cross_entropy_cases,
+    "linear-cross-entropy": linear_cases,
+    "adam": adam_cases,
+    "muon": muon_cases,
+    "grouped": grouped_cases,
+    "float8": float8_cases,
+    "host": lambda small: host_cases(),
+}
+
+
 def cases_of(settings: KernelSettings, device: torch.device) -> list[KernelCase]:
-    """The cases, those that bars are set for first."""
+    """The cases of the ops that are asked for."""
     small = device.type != "cuda" if settings.small is None else settings.small
-    made: dict[str, Callable[[bool], list[KernelCase]]] = {
-        "cross-entropy": cross_entropy_cases,
-        "linear-cross-entropy": linear_cases,
-        "adam": adam_cases,
-        "muon": muon_cases,
-        "grouped": grouped_cases,
-        "float8": float8_cases,
-        "host": lambda _: host_cases(),
-    }
-    found = {op: made[op](small) for op in KERNELS if op in settings.names}
-    first = [cases[0] for cases in found.values()]
-    return [*first, *(case for op in REST if op in found for case in found[op][1:])]
+    return [case for op in KERNELS if op in settings.names for case in CASES[op](small)]
 
 
 @benchmark
