@@ -42,6 +42,7 @@ GONE = {
     "bench interconnect --no-plot": "leave it out: nothing is drawn",
     "show --program": "`interlace run FILE --html PAGE` draws what it measured",
     "bench interconnect --calibrate": "`interlace calibrate` writes such a file",
+    "bench overlap --host-runs": "leave it out: up to 1,000 calls are timed",
     "bench overlap --graphs": "leave it out: CUDA graphs are timed too",
     "bench overlap --no-graphs": "leave it out: CUDA graphs are timed too",
     **{

@@ -105,7 +105,7 @@ def geomean(values: Iterable[float]) -> float:
 
 def _of(variants: Variants, way: str, column: str = "median_us") -> float:
     """A column of a variant; NaN where it is not there."""
-    return number(variants[way][column]) if way in variants else math.nan
+    return number(variants[way].get(column)) if way in variants else math.nan
 
 
 def _column(name: str) -> Figure:
@@ -167,7 +167,7 @@ OVERLAP = _columns(way="overlap", device="cuda")
 
 def _memory(row: Row, variants: Variants) -> float:
     """Peak memory over the synchronous twin's."""
-    return number(row["peak_bytes"]) / (_of(variants, "synchronous", "peak_bytes") or math.nan)
+    return number(row.get("peak_bytes")) / (_of(variants, "synchronous", "peak_bytes") or math.nan)
 
 
 # -- all -----------------------------------------------------------------------------------------

@@ -328,12 +328,12 @@ def _rows(trained: OptimizerVariants, racers: dict[str, Racer]) -> list[Row]:
             "device": ranks.device.type,
             "way": name,
             "step_ms": racer.median * 1e3,
-            "p90_ms": racer.columns("p90_us")["p90_us"] / 1e3,
+            "p90_ms": racer.row["p90_us"] / 1e3,
             "exposed_ms": (racer.median - none) * 1e3,
             "gather_ms": gather * 1e3,
             "exposed_share": (racer.median - none) / gather,
             "over_no_gather": racer.median / none,
-            **racer.columns("peak_bytes", "off", "rounds", "sm_mhz", "error"),
+            **racer.row,
             **common,
         }
         for name, racer in racers.items()

@@ -138,9 +138,14 @@ class Racer:
         return median(self.timed)
 
     def columns(self, *names: str) -> dict[str, Any]:
-        """The named columns of its row; times are in microseconds, NaN where it has none."""
+        """The named columns."""
+        return {name: self.row.get(name, math.nan) for name in names}
+
+    @property
+    def row(self) -> Row:
+        """Its columns of a row; times are in microseconds, NaN where it has none."""
         timed = self.timed
-        known = {
+        return {
             "median_us": self.median * 1e6,
             "p90_us": percentile(timed, 0.9) * 1e6,
             "least_us": min(timed, default=math.nan) * 1e6,
@@ -149,11 +154,9 @@ class Racer:
             "rounds": len(timed),
             "sm_mhz": math.nan if self.problem else median(self.clocks),
             "off": self.off,
-            "deviation": self.off,
             "error": self.problem or "",
             **self.figures,
         }
-        return {name: known.get(name, math.nan) for name in names}
 
 
 def median(values: Sequence[float]) -> float:
@@ -469,8 +472,8 @@ def race(
         running = _without(ranks, failed, running)
         if number >= least and max(ranks.maximum([spent])) * (1 + 1 / number) > seconds:
             break
-    for racer in running:  # host times stay this rank's
-        racer.rounds = racer.host if host else ranks.maximum(racer.rounds)
+    for racer in running if not host else ():  # host times stay this rank's
+        racer.rounds = ranks.maximum(racer.rounds)
 
 
 def _launches(
@@ -536,8 +539,12 @@ def host_times(ranks: Ranks, run: Run, inputs: Sets, calls: int) -> list[float]:
 
 
 def race_hosts(ranks: Ranks, racers: Sequence[Racer], seconds: float) -> None:
-    """Times calls of this rank's host, by variant. torch computes with one thread meanwhile: others
-    would have to be woken for each call."""
+    """Times calls of this rank's host, by variant, in place of those that bursts had.
+
+    torch computes with one thread meanwhile: others would have to be woken for each call.
+    """
+    for racer in racers:
+        racer.host = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

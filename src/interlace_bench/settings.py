@@ -131,7 +131,6 @@ class OverlapSettings(RaceSettings):
     ] = "bars"
     shapes: Shapes = ""
     dtype: Annotated[str, typer.Option(help="Element types, with commas; FP8: f8e4m3.")] = "bf16"
-    host_runs: Annotated[int, typer.Option(help="Calls by which host time is measured.")] = 1000
     check: Bars = False
     world: World = None
     calibration: Calibration = None

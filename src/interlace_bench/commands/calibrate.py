@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from interlace.cost import Machine
     from interlace.cost.machine import Link
 
-HOST_RUNS = 20
-"""Calls of the host of a site: nothing is calibrated by them."""
-
 
 @command
 def calibrate(
@@ -78,7 +75,6 @@ def calibrate(
         dtype=",".join(dtypes),
         only=",".join(name for name in STRATEGIES if name != "auto"),
         seconds=seconds,
-        host_runs=HOST_RUNS,
     )
     with tempfile.TemporaryDirectory() as folder:
         settings = CalibrationSettings(

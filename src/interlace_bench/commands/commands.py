@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -30,6 +31,7 @@ from interlace_bench import settings as of
 if TYPE_CHECKING:
     from interlace.launch import Report
     from interlace_bench.bars import BarVerdict
+    from interlace_bench.rows import Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +115,7 @@ BENCHMARKS = (
         median us: {median_us:.1f} | p90 us: {p90_us:.1f} | host us: {host_us:.1f} |
         GB/s: {gbs:.0f} | of copy: {share:.3f} | TFLOP/s: {tflops:.0f} |
         x torch: {speedup_torch:.2f} | peak GiB: {peak_bytes_gib:.2f} |
-        state GiB: {state_bytes_gib:.2f} | off: {deviation:.2f} |
+        state GiB: {state_bytes_gib:.2f} | off: {off:.2f} |
         MHz: {sm_mhz:.0f}""",
         place="{op} {shape} {dtype} {way}",
     ),
@@ -205,10 +207,15 @@ def conclude(benchmark: Benchmark, settings: of.BenchSettings) -> None:
         raise typer.Exit(UNSOUND)
 
 
-def _cell(form: str, row: Mapping[str, Any]) -> str:
-    """One cell; what a row has in bytes is there in GiB as well."""
-    gib = {f"{name}_gib": row[name] / 2**30 for name in row if name.endswith("_bytes")}
-    text = form.format_map({**row, **gib})
+class _Cells(dict[str, Any]):
+    """The cells of a row, by column; what it has in bytes is there in GiB as well."""
+
+    def __missing__(self, name: str) -> float:
+        return self[name.removesuffix("_gib")] / 2**30 if name.endswith("_gib") else math.nan
+
+
+def _cell(form: str, row: Row) -> str:
+    text = form.format_map(_Cells(row))
     return "-" if text.startswith("nan") else text
 
 
