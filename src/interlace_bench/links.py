@@ -43,6 +43,7 @@ from interlace_bench.race import (
     benchmark,
     close,
     give_up,
+    open_racer,
     prepare,
     race,
     step,
@@ -161,10 +162,7 @@ def patterns(ranks: Ranks) -> list[tuple[str, list[int]]]:
 def sample(ranks: Ranks, what: Variant | Callable[[], Any], parts: int = 1, **of: Any) -> Sample:
     """A sample with the time of each of the `parts` of a launch, in a few bursts alone, of which
     the slowest rank counts; or with the error where a rank raised."""
-    if not isinstance(what, Variant):
-        opened = Opened(what)
-        what = Variant("launch", lambda: opened)
-    racer = prepare(ranks, what)
+    racer = prepare(ranks, what) if isinstance(what, Variant) else open_racer("launch", what)
     if racer.ready:
         race(ranks, [racer], 0.0, rounds=(REPEATS, REPEATS), launches=(2, 100))
         give_up(ranks, racer)

@@ -280,6 +280,12 @@ def run_cases(
     return rows, skipped
 
 
+def open_racer(name: str, run: Run, sets: Sets = ((),)) -> Racer:
+    """A racer of what is ready to run, and right."""
+    opened = Opened(run)
+    return Racer(Variant(name, lambda: opened, sets=sets), opened)
+
+
 def prepare(ranks: Ranks, variant: Variant) -> Racer:
     """Opens a variant on all ranks, and lets it compute what is known."""
     racer = Racer(variant)

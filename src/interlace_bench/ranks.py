@@ -107,25 +107,6 @@ class Ranks:
         return Ranks(at, len(mine), self.device, group, board, _device_tick=tick)
 
 
-class Alone(Ranks):
-    """One rank with nobody to meet, for what is measured on one device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.me, self.size, self.device = 0, 1, device
-
-    def exchange(self, note: Note, wait_s: float = WAIT_S) -> list[Note]:
-        """The note."""
-        return [note]
-
-    def agree(self, problem: str | None) -> str | None:
-        """The problem."""
-        return problem
-
-    def align(self) -> None:
-        """Waits for the device."""
-        self.synchronize()
-
-
 Work = Callable[[Any, Ranks, Tell], Report | None]
 """A benchmark, on one rank: its settings, the ranks, and who hears of progress and rows."""
 
@@ -187,8 +168,6 @@ def progress(settings: BenchSettings) -> Tell:
 
 def here(device: torch.device) -> Ranks:
     """The ranks of the default process group, which is there. All of them call it."""
-    if dist.get_world_size() < 2:
-        return Alone(device)
     world = dist.group.WORLD
     assert world is not None
     me, size = dist.get_rank(), dist.get_world_size()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.support.alone import Alone
 from typer.testing import CliRunner
 
 from interlace.errors import OptionError, UnsupportedError
@@ -23,7 +24,6 @@ from interlace_bench.kernels.case import COPY, OURS, KernelCase, time_case
 from interlace_bench.kernels.host import COUNTS, LAYERS, host_cases
 from interlace_bench.kernels.work import cases_of
 from interlace_bench.race import Opened, Racer, Variant, race_hosts
-from interlace_bench.ranks import Alone
 from interlace_bench.rows import read
 from interlace_bench.settings import KERNELS, KernelSettings
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from tests.gpu.cases import on_a_gpu
+from tests.support.alone import Alone
 
 from interlace_bench.kernels.case import COPY, OURS, peak_and_kept
 from interlace_bench.kernels.work import work
-from interlace_bench.ranks import Alone
 from interlace_bench.settings import KERNELS, KernelSettings
 
 pytestmark = on_a_gpu(300)
