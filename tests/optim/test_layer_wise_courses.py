@@ -97,13 +97,16 @@ def step(optimizing: LayerWise, module: Any, seed: int, number: int) -> None:
 
 
 def follow(seed: int, course: str) -> list[str]:
-    """What differs between an overlapped and delayed run and a synchronous one."""
+    """What differs between an overlapped and delayed run and a synchronous one by one bucket."""
     made = []
     for overlap in (True, False):
         module = model(seed, partial(Odd, course))
         before = weights(module)
+        facts: Any = {"check_replicas_every": 1, "overlap_param_gather": overlap}
+        if not overlap:
+            facts["bucket_bytes"] = 1 << 20
         with slowly(seed if overlap else None):
-            optimizing = layer_wise(module, overlap_param_gather=overlap, check_replicas_every=1)
+            optimizing = layer_wise(module, **facts)
         with optimizing:
             for number in range(STEPS):
                 step(optimizing, module, seed, number)
