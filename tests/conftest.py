@@ -65,6 +65,15 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tensors of tests are small: threads of one product wait for each other, and for the cores
+    that other workers of pytest have, longer than they compute. The ranks of the pool have one too.
+    """
+    if "torch" in sys.modules:  # a test that is to run has imported it
+        sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def server_of_forks(request: pytest.FixtureRequest, surroundings: None) -> None:
     """Loads what ranks need before a test starts any, where there is a test that does."""
     if any("pool" in getattr(item, "fixturenames", ()) for item in request.session.items):

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard
 import interlace
 
 SOURCE = Path(interlace.__file__).parent
+INSIDE = f"{SOURCE}/"
 PAGE = (Path(ROOT) / "docs" / "explanation" / "architecture.md").read_text()
 STEP = re.compile(r"^\d+\. `([\w/]+\.py)` `([\w.]+)`", re.MULTILINE)
 Step = tuple[str, str]
@@ -41,10 +42,9 @@ class Calls:
         self.seen: dict[Step, None] = {}
 
     def _note(self, frame: FrameType, event: str, _arg: Any) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(SOURCE):
-            name = str(path.relative_to(SOURCE)), frame.f_code.co_qualname
-            self.seen.setdefault(name)
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(INSIDE):
+            self.seen.setdefault((code.co_filename.removeprefix(INSIDE), code.co_qualname))
 
     def __enter__(self) -> Calls:
         threading.setprofile(self._note)

@@ -235,6 +235,7 @@ for ours, parameter in zip(gradients, eager.parameters(), strict=True):
 """
 
 
+@pytest.mark.usefixtures("launched_on_pool")
 def test_script_of_the_readme_runs(pool: Pool, tmp_path: Path) -> None:
     """Beside eager DTensor; and the schedules that it writes run alone."""
     (block,) = of_page("README.md")
@@ -307,6 +308,7 @@ def test_commands_of_a_page_exist(block: Block) -> None:
         command.make_context("interlace", words)
 
 
+@pytest.mark.usefixtures("launched_on_pool")
 @pytest.mark.parametrize(
     "page", sorted({b.page for b in SCHEDULES if b.title and b.page != "README.md"})
 )

@@ -76,6 +76,7 @@ def test_overlap_under_torchrun(tmp_path: Path) -> None:
     assert "bar" in done.stdout
 
 
+@pytest.mark.usefixtures("launched_on_pool")
 def test_interconnect(tmp_path: Path) -> None:
     given = ("--device", "cpu", "--most", "4KiB", "--json", "--out", str(tmp_path))
     done = bench_here("interconnect", *given)

@@ -107,7 +107,7 @@ def test_what_is_measured_on_several_hosts(
 @pytest.mark.usefixtures("launched_on_pool")
 @pytest.mark.timeout(200)
 def test_measuring_on_a_cpu(cache: Path, tmp_path: Path) -> None:
-    sizes = ["--most", "4096", "--seconds", "2"]
+    sizes = ["--most", "4096", "--seconds", "0.5"]
     shapes = ["--shapes", "ag_gemm:128,64,64"]
     text = run("calibrate", "--device", "cpu", "--world", "2", *sizes, *shapes)
     path = default_path()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -9,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.schedules import command
+from tests.cli.schedules import command, invoke
+from tests.support.pool import Pool, launched
 from tests.trace.chromium import dump_dom
 
 from interlace.ir import Collective, parse
@@ -29,10 +31,15 @@ def run(folder: Path, *args: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """A short demo, run once: three steps of one block on two ranks."""
+def demo(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """A short demo, run once: three steps of one block on two ranks, those of the pool."""
     folder = tmp_path_factory.mktemp("demo") / "out"
-    return run(folder, "--steps", "3", "--layers", "1"), folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("interlace.launch.launch", functools.partial(launched, pool))
+        given = ("demo", "--json", "--out", str(folder), "--steps", "3", "--layers", "1")
+        code, report, error = invoke(*given)
+    assert (code, error) == (0, ""), "no progress is shown beside JSON"
+    return json.loads(report), folder
 
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("demo")]  # one demo for all

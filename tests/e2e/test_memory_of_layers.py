@@ -17,7 +17,7 @@ from torch._inductor.compile_fx import compile_fx
 from interlace.cost.memory import ALIGNMENT, RunMemory, rank_memory
 from interlace.frontend.explain import graphs_of
 
-FEW, MANY = 2, 4
+FEW, MANY = 2, 3
 
 
 def inductor_saves(layers: int) -> int:

@@ -1,9 +1,7 @@
 """The main job: training steps through overlapped schedules give the bits of the serial schedule.
 
-On integers; and with bit-equal chunked GEMMs in fp32 wherever no order of a reduction changes (two
-addends have one order).
-
-Many steps beside eager DTensor and beside the same ops in order are in tests/cli/test_demo.py.
+On integers. Many steps in fp32, beside eager DTensor, the serial schedule and the same ops in
+order, are in tests/cli/test_demo.py.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from tests.support.captured import capture
 from tests.support.pool import Pool
 from torch import Tensor, nn
@@ -25,10 +22,6 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-
-from interlace.demo.model import Transformer, parallelize
-from interlace.demo.plan import ModelConfig
-from interlace.launch import has_avx512
 
 STEPS = 20
 Trace = list[tuple[Tensor, ...]]
@@ -55,28 +48,6 @@ def local(grad: Tensor | None) -> Tensor:
     """This rank's shard of a gradient."""
     assert grad is not None, "a parameter has no gradient"
     return (grad.to_local() if isinstance(grad, DTensor) else grad).detach().clone()
-
-
-def train_transformer(options: dict[str, Any] | None, steps: int, seed: int) -> Trace:
-    """Steps of AdamW on random bytes, from one seed."""
-    config = ModelConfig(layers=2, dim=64, heads=4, hidden=128, sequence=64, batch=2)
-    world = torch.distributed.get_world_size()
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    torch.manual_seed(seed)
-    model = parallelize(Transformer(config), mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    forward = compiled(model, options)
-    trace: Trace = []
-    for _ in range(steps):
-        bytes_ = torch.randint(config.vocabulary, (config.batch, config.sequence + 1))
-        torch.distributed.broadcast(bytes_, 0)
-        logits = forward(bytes_[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), bytes_[:, 1:].flatten())
-        loss.backward()
-        trace.append((loss.detach().clone(), *(local(p.grad) for p in model.parameters())))
-        optimizer.step()
-        optimizer.zero_grad()
-    return trace
 
 
 class Integers(nn.Module):
@@ -169,23 +140,18 @@ def different(one: Trace, other: Trace) -> list[str]:
     return found
 
 
-Train = Callable[[dict[str, Any] | None, int, int], Trace]
-
-
 DRAWN = 1
 """How many strategies are tried where there is no time for all of them."""
 
 
-def compare_strategies(
-    train: Train, steps: int, seed: int, drawn: int = len(STRATEGIES)
-) -> dict[str, list[str]]:
+def compare_strategies(seed: int, drawn: int) -> dict[str, list[str]]:
     """On one rank: how strategies differ from serial, and whether they were taken at all."""
-    serial = train({"overlap": False}, steps, seed)
+    serial = train_integers({"overlap": False}, STEPS, seed)
     found: dict[str, list[str]] = {}
     for name in random.Random(seed).sample([*STRATEGIES], drawn):
         options = STRATEGIES[name]
         with capture() as captured:
-            trace = train(options, steps, seed)
+            trace = train_integers(options, STEPS, seed)
             taken = {site.strategy for program in captured.programs for site in program.sites}
         found[name] = different(serial, trace)
         if options["strategy"] not in taken:
@@ -199,8 +165,8 @@ def compare_strategies(
     [(2, DRAWN), *(pytest.param(n, len(STRATEGIES), marks=pytest.mark.slow) for n in (2, 4))],
 )
 def test_integers_equal_serial(pool: Pool, ranks: int, drawn: int, seed: int) -> None:
-    args = (train_integers, STEPS, seed, drawn)
-    for rank, found in enumerate(pool(ranks).run(compare_strategies, *args, timeout_s=280.0)):
+    told = pool(ranks).run(compare_strategies, seed, drawn, timeout_s=280.0)
+    for rank, found in enumerate(told):
         assert len(found) == drawn
         assert not any(found.values()), f"rank {rank}: {found}"
 
@@ -222,13 +188,3 @@ def accumulated(seed: int) -> dict[str, list[str]]:
 def test_gradients_that_matmuls_add_up(pool: Pool, seed: int) -> None:
     for rank, found in enumerate(pool(2).run(accumulated, seed, timeout_s=180.0)):
         assert found == {"serial": [], "peer": [], "copies": []}, f"rank {rank}"
-
-
-@pytest.mark.slow  # tests/cli/test_demo.py trains the same model, as `auto` chooses
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(not has_avx512(), reason="MKL's strict mode needs AVX-512")
-def test_strategies_equal_serial_in_fp32(pool: Pool, seed: int) -> None:
-    args = (train_transformer, 2, seed)
-    for rank, found in enumerate(pool(2).run(compare_strategies, *args, timeout_s=280.0)):
-        assert found.keys() == STRATEGIES.keys()
-        assert not any(found.values()), f"rank {rank}: {found}"

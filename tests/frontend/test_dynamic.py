@@ -23,7 +23,6 @@ WIDTH = 16
 def batches_and_lengths() -> tuple[list[str], str]:
     """Sequence parallelism where the batch and the length change; what differs, and `explain`."""
     torch.compiler.reset()
-    torch.set_num_threads(1)
     mesh = world_mesh()
     model = feed_forward(WIDTH, Shard(1), Shard(1))
     options: Any = {"timeout_s": 60.0, "strategy": "peer"}

@@ -40,7 +40,6 @@ def resident_bytes() -> int:
 def train(lengths: list[int], options: dict[str, Any]) -> dict[str, Any]:
     """Steps with these lengths through one compiled model, each compared with eager."""
     torch.compiler.reset()
-    torch.set_num_threads(1)
     model = feed_forward(WIDTH, Shard(0), Shard(0))
     with capture() as captured:
         call = torch.compile(model, backend=backend, dynamic=True, options=options)
@@ -60,7 +59,6 @@ def test_lengths_share_programs(pool: Pool, seed: int) -> None:
 def growth(which: Any, lengths: list[int]) -> int:
     """Bytes that this process grows by over steps of these lengths, after the first twenty."""
     torch.compiler.reset()
-    torch.set_num_threads(1)
     model, trim = feed_forward(WIDTH, Shard(0), Shard(0)), ctypes.CDLL("libc.so.6").malloc_trim
     call = torch.compile(model, backend=which, dynamic=True)
     before = 0

@@ -31,15 +31,6 @@ SHARED = 228 * 1024
 """Bytes of shared memory of a processor, of which each block's first 1024 are the driver's."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads of small bfloat16 products wait for each other longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(
     ("at", "add", "tall"),
     [(at, add, tall) for at in range(3) for add, tall in ((True, False), (False, True))]

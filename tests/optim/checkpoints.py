@@ -65,20 +65,19 @@ def _went_on(optimizing: LayerWise, train: Train) -> Run:
     return *held, weights(optimizing.module)
 
 
-def merged(ranks: list[Run], *, apart: bool) -> State:
-    """The state of all ranks; `apart`: each Parameter's is on one."""
+def merged(ranks: list[Run]) -> State:
+    """The state of all ranks."""
     state: State = {}
     for own, _, _ in ranks:
-        assert not (apart and state.keys() & own.keys())
         for name in state.keys() & own.keys():
             assert differing(own[name], state[name]) == []
         state |= own
     return state
 
 
-def check(before: list[Run], after: list[Run], *, same: bool, apart: bool = False) -> None:
+def check(before: list[Run], after: list[Run], *, same: bool) -> None:
     """All that was loaded is as it was saved; on the `same` ranks the run went on alike."""
-    wanted, found = merged(before, apart=apart), merged(after, apart=apart)
+    wanted, found = merged(before), merged(after)
     assert any(values for values in wanted.values())
     assert wanted.keys() == found.keys()
     for name, values in wanted.items():

@@ -7,13 +7,12 @@ import os
 import signal
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.optim import checkpoints, layerwise
+from tests.optim import layerwise
 from tests.optim.layerwise import (
     DIM,
     Blocks,
@@ -97,13 +96,16 @@ def step(optimizing: LayerWise, module: Any, seed: int, number: int) -> None:
 
 
 def follow(seed: int, course: str) -> list[str]:
-    """What differs between an overlapped and delayed run and a synchronous one."""
+    """What differs between an overlapped and delayed run and a synchronous one by one bucket."""
     made = []
     for overlap in (True, False):
         module = model(seed, partial(Odd, course))
         before = weights(module)
+        facts: Any = {"check_replicas_every": 1, "overlap_param_gather": overlap}
+        if not overlap:
+            facts["bucket_bytes"] = 1 << 20
         with slowly(seed if overlap else None):
-            optimizing = layer_wise(module, overlap_param_gather=overlap, check_replicas_every=1)
+            optimizing = layer_wise(module, **facts)
         with optimizing:
             for number in range(STEPS):
                 step(optimizing, module, seed, number)
@@ -138,24 +140,6 @@ def test_fewer_parameters_than_ranks(pool: Pool, seed: int) -> None:
 
 
 # -- checkpoints ----------------------------------------------------------------------------------
-
-
-def through_a_checkpoint(seed: int, optimizer: str, folder: str, saves: bool) -> checkpoints.Run:
-    module = model(seed if saves else seed + 1)
-    go = checkpoints.saved if saves else checkpoints.loaded
-    optimizing = layer_wise(module, optimizer)
-    return go(optimizing, partial(train, optimizing, module, seed), folder)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "optimizer"), [(4, "muon"), (2, "ours")])
-def test_goes_on_from_a_checkpoint(
-    pool: Pool, optimizer: str, world: int, seed: int, tmp_path: Path
-) -> None:
-    """On as many ranks bit for bit; on fewer, all that was loaded is."""
-    before = pool(4).run(through_a_checkpoint, seed, optimizer, str(tmp_path), True)
-    after = pool(world).run(through_a_checkpoint, seed, optimizer, str(tmp_path), False)
-    checkpoints.check(before, after, same=world == 4, apart=True)
 
 
 def others(seed: int) -> str:

@@ -6,7 +6,6 @@ import copy
 import math
 import pickle
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,15 +39,6 @@ ALONE: dict[str, Any] = {"batched": False, "symmetric": False}
 SHAPES = [(64, 64), (48, 160), (160, 48), (64, 64), (1, 40), (30, 7)]
 FAR = 0.03
 """How far, in the norm, an update in bf16 may be from the one in fp64."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads of small bfloat16 products wait for each other longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def params_of(seed: int, shapes: list[Any], dtype: torch.dtype = torch.float32) -> list[Any]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-import torch
 from tests.verify.mutants import (
     STRATEGIES,
     Sweep,
@@ -18,15 +17,6 @@ WORLDS = (2, 3, 4, 5, 6, 7, 8)
 SORTS = ("drop", "swap", "early free", "stream", "peer", "epoch", "slice", "dtype", "count", "team")
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Matmuls of a few rows, of which each would wake the threads of all cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def test_every_strategy_has_its_schedules() -> None:
     found = schedules((2, 4))
     assert {way for _, way, _ in found} == {*STRATEGIES}
@@ -34,7 +24,6 @@ def test_every_strategy_has_its_schedules() -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.usefixtures("one_thread")
 def test_some_schedules_with_one_fault(
     seed: int, record_property: Callable[[str, object], None]
 ) -> None:
