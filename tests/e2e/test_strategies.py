@@ -57,7 +57,7 @@ def run_shapes(kind: str, strategy: str, ranks: int, dtype: str, seed: int) -> d
         sample = site_of(kind, strategy, ranks, shape, dtype, seed)
         program = run_pipeline(sample.program, LOWER.format(STRATEGIES[strategy]))
         (site,) = program.sites
-        assert site.strategy == taken(strategy, shape, dtype), shape
+        assert site.strategy == taken(kind, strategy, shape, dtype), shape
         x, w = sample.inputs[rank]
         expected = reference(kind, rows_of(shape, ranks, HEIGHTS.get(strategy, 3)), x, w)
         for in_order in (False, True) if site.strategy == "fused" else (False,):

@@ -97,9 +97,11 @@ def site_of(kind: str, strategy: str, ranks: int, shape: str, dtype: str, seed: 
     return KINDS[kind](ranks, shape, dtype, seed, columns, HEIGHTS.get(strategy, 3))
 
 
-def taken(strategy: str, shape: str, dtype: str) -> str:
+def taken(kind: str, strategy: str, shape: str, dtype: str) -> str:
     """What becomes of a site for which a strategy is asked."""
     if shape == "empty" or (shape == "one-row" and strategy == "pipeline"):
+        return "serial"
+    if strategy == "pipeline" and shape == "uneven" and kind != "matmul_all_reduce":
         return "serial"
     if strategy.startswith("fused") and (shape, dtype) != ("even", "bf16"):
         return "peer"

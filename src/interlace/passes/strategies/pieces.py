@@ -65,7 +65,7 @@ def pieces(values: Dataflow, site: MatmulSite, strategy: Strategy, chunks: int) 
     `fused`: Note [Rows that come in time].
     """
     layout, fused = site.layout, strategy.fuses
-    if layout.batch != 1 or layout.padded or len(set(layout.rows)) > 1:
+    if layout.batch != 1 or not layout.even:
         return 1
     if isinstance(site, GatherSite):
         return QUARTERS if fused and _in_quarters(values, site, chunks) else 1
