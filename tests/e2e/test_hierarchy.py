@@ -149,7 +149,8 @@ def exact(
                         results = [y.cpu() for y in executor.run(given)]
                         equal &= all(map(torch.equal, results, expected))
                 served = made.sites[0].strategy
-                alone = kind in ("dispatch", "combine") and strategy == "pipeline"
+                cut = kind == "reduce" or (kind in ("gather", "scatter") and len({*sizes}) == 1)
+                alone = strategy == "pipeline" and not cut
                 if not equal or served != ("serial" if alone else strategy):
                     wrong.append(f"{kind} {sizes}: {strategy} as {served}, equal: {equal}")
     return wrong

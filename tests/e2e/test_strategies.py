@@ -12,7 +12,16 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from tests.passes.samples import DTYPES, KINDS, SHAPES, STRATEGIES, rows_of, site_of, taken
+from tests.passes.samples import (
+    DTYPES,
+    HEIGHTS,
+    KINDS,
+    SHAPES,
+    STRATEGIES,
+    rows_of,
+    site_of,
+    taken,
+)
 from tests.runtime.programs import world_group
 from tests.support.pool import Pool
 
@@ -48,9 +57,9 @@ def run_shapes(kind: str, strategy: str, ranks: int, dtype: str, seed: int) -> d
         sample = site_of(kind, strategy, ranks, shape, dtype, seed)
         program = run_pipeline(sample.program, LOWER.format(STRATEGIES[strategy]))
         (site,) = program.sites
-        assert site.strategy == taken(strategy, shape, dtype), shape
+        assert site.strategy == taken(kind, strategy, shape, dtype), shape
         x, w = sample.inputs[rank]
-        expected = reference(kind, rows_of(shape, ranks), x, w)
+        expected = reference(kind, rows_of(shape, ranks, HEIGHTS.get(strategy, 3)), x, w)
         for in_order in (False, True) if site.strategy == "fused" else (False,):
             options = Options(timeout_s=20, in_order=in_order)
             executor = Executor(program, groups={"tp": world_group()}, options=options).prepare()

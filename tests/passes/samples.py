@@ -49,10 +49,12 @@ def integers(generator: torch.Generator, *sizes: int, dtype: torch.dtype) -> tor
     return torch.randint(-1, 2, sizes, generator=generator).to(dtype)
 
 
-def sample(kind: str, ranks: int, shape: str, dtype: str, seed: int, n: int = 5) -> Sample:
+def sample(
+    kind: str, ranks: int, shape: str, dtype: str, seed: int, n: int = 5, height: int = 3
+) -> Sample:
     """A site with rows of that shape, and what torch makes of it on all ranks together."""
     g, of = torch.Generator().manual_seed(seed), DTYPES[dtype]
-    rows = rows_of(shape, ranks)
+    rows = rows_of(shape, ranks, height)
     key = SiteKey(kind=kind, dtype=dtype, m=sum(rows), k=8, n=n, world=ranks)
     gathers = kind == "all_gather_matmul"
     xs = [integers(g, height if gathers else sum(rows), 8, dtype=of) for height in rows]
@@ -85,14 +87,21 @@ STRATEGIES = {
 }
 
 
+HEIGHTS = {"fused-pieces": 768}
+"""Rows of a rank's shard where a strategy needs many: each piece has a tile of 128 at least."""
+
+
 def site_of(kind: str, strategy: str, ranks: int, shape: str, dtype: str, seed: int) -> Sample:
     """A sample that the strategy can serve, if it can serve one of that shape and type."""
-    return KINDS[kind](ranks, shape, dtype, seed, 8 if strategy.startswith("fused") else 5)
+    columns = 8 if strategy.startswith("fused") else 5
+    return KINDS[kind](ranks, shape, dtype, seed, columns, HEIGHTS.get(strategy, 3))
 
 
-def taken(strategy: str, shape: str, dtype: str) -> str:
+def taken(kind: str, strategy: str, shape: str, dtype: str) -> str:
     """What becomes of a site for which a strategy is asked."""
     if shape == "empty" or (shape == "one-row" and strategy == "pipeline"):
+        return "serial"
+    if strategy == "pipeline" and shape == "uneven" and kind != "matmul_all_reduce":
         return "serial"
     if strategy.startswith("fused") and (shape, dtype) != ("even", "bf16"):
         return "peer"

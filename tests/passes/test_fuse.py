@@ -1,4 +1,4 @@
-"""fuse: what comes together, what goes before and after it, and what stays apart with a reason."""
+"""fuse: what comes together, what goes before and after it, and what is refused."""
 
 from __future__ import annotations
 
@@ -83,19 +83,6 @@ def f(tp: Team[{size}], x: bf16[{size * rows}, 8], w: bf16[8, {columns}],
 """)
 
 
-def reason(text: str) -> str:
-    """Why the chunks of the gather stay apart, which leaves all as it was."""
-    program = parse(text)
-    made = Fuse().run(program)
-    assert made.ops == program.ops
-    (site,) = made.sites
-    assert (site.strategy, site.protocol) == ("peer", "put")
-    (remark,) = made.remarks
-    assert (remark.pass_name, remark.site) == ("fuse", 1)
-    assert site.reason.removeprefix("not fused: ") in remark.text
-    return remark.text
-
-
 def test_waits_go_before_and_the_own_rows_come_first() -> None:
     program = parse(GATHER)
     check(program).raise_if_unsound()
@@ -176,26 +163,25 @@ def f(tp: Team[2], S: Size[{rows}], x: f8e4m3[S, 160], w: f8e4m3[32, 160], y: ou
     assert any("%" in told for told in made.sizes.assumptions()) == whole
 
 
-def test_ranges_that_no_kernel_makes_leave_a_remark() -> None:
-    """Fewer rows than a tile: the parts are one op, and run one after another."""
-    made = lowered(reduced(2, 64), ",chunks=4")
+@pytest.mark.parametrize(("rows", "pieces"), [(64, 1), (256, 2), (384, 1)])
+def test_pieces_that_are_asked_for_are_of_whole_tiles(rows: int, pieces: int) -> None:
+    made = lowered(reduced(2, rows), ",chunks=4")
     (op,) = fused(made)
-    assert op.kernel is None
-    (remark,) = [remark for remark in made.remarks if remark.pass_name == "fuse"]
-    assert "whole tiles of 128 rows, and not 2 of 64" in remark.text
+    assert op.kernel == FusedKernel(kind="scatter_matmul", pieces=pieces)
+    assert_sound(made)
 
 
 NEG = '    main: call("aten.neg.out", x, out=z)\n'
-APART = {
-    "aten.neg.out stands between its chunks": (
+REFUSED = {
+    "aten.neg.out stands between them": (
         (NEG, ""),
         ("    main: expect(", f"{NEG}    main: expect("),
     ),
-    "its chunks are on several streams": (
+    "they are on several streams": (
         ('main: call("aten.mm.out", slots', 'side: call("aten.mm.out", slots'),
     ),
     # The second chunk waits for what another stream does with the first.
-    "waits for e4, which comes after it": (
+    "one of them waits for e4, which comes after it": (
         (NEG, ""),
         (
             "    main: wait(e1, site=1)\n",
@@ -206,12 +192,13 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("why", APART)
-def test_what_keeps_chunks_apart(why: str) -> None:
+@pytest.mark.parametrize("why", REFUSED)
+def test_chunks_that_cannot_become_one_op_are_refused(why: str) -> None:
     text = GATHER
-    for old, new in APART[why]:
+    for old, new in REFUSED[why]:
         text = text.replace(old, new)
-    assert why in reason(text)
+    with pytest.raises(PassError, match=f"site 1 cannot become one op: {why}"):
+        Fuse().run(parse(text))
 
 
 def test_it_comes_last_and_once() -> None:

@@ -21,7 +21,7 @@ from typing import ClassVar
 
 from interlace.ir import Program, Site
 from interlace.ir.overlap import representatives
-from interlace.passes.dependencies import Before, dependencies, followers
+from interlace.passes.dependencies import Before, dependencies
 from interlace.passes.rewrite import tagged
 from interlace.passes.sites.recognise import GatherSite, MatmulSite, recognise, site_kind
 from interlace.passes.sites.rows import Refused
@@ -117,7 +117,7 @@ def _analyse(values: Dataflow, done: Collection[int], before: Before) -> list[Fo
     """Each collective's site, or why it has none, as one rank sees them."""
     program = values.program
     taken = {i for i, op in enumerate(program.ops) if op.site in done}
-    blocks = Blocks(before)
+    blocks: list[tuple[int, ...]] = []
     found: list[FoundSite] = []
     for i, op in values.collectives.items():
         if op.site in done:
@@ -127,21 +127,17 @@ def _analyse(values: Dataflow, done: Collection[int], before: Before) -> list[Fo
                 raise Refused(f"team {op.team} has one rank")
             site = recognise(values, i, op, taken)
             later: set[int] = set()  # matmuls that need what others of the site make
-            while (
-                isinstance(site, GatherSite)
-                and len(site.calls) > 1
-                and not blocks.accepts(site.ops, site.kept)
-            ):
+            while not fits(without_moves(before, (site,)), blocks, site.ops):
+                if not isinstance(site, GatherSite) or len(site.calls) < 2:
+                    raise Refused("its ops cannot run together: others stand between them")
                 later.add(site.calls[-1])
                 site = recognise(values, i, op, taken | later)
-            ops = site.ops
-            if not blocks.accepts(ops, site.kept):
-                raise Refused("its ops cannot run together: others stand between them")
         except Refused as refusal:
             found.append(FoundSite(i, op.kind, None, str(refusal)))
         else:
-            blocks.add(ops, site.kept)
-            taken.update(ops)
+            blocks.append(site.ops)
+            before = without_moves(before, (site,))
+            taken.update(site.ops)
             found.append(FoundSite(i, site_kind(op.kind, site), site))
     return found
 
@@ -152,52 +148,21 @@ def _analyse(values: Dataflow, done: Collection[int], before: Before) -> list[Fo
 Edges = Sequence[Iterable[int]]
 
 
-class Blocks:
-    """Blocks that can all run without a break, grown one by one.
+def fits(before: Edges, blocks: Iterable[Sequence[int]], block: Sequence[int]) -> bool:
+    """True if a block can run without a break, as `blocks` do; each lists its ops in order.
 
-    `before[i]` names ops that are listed before i alone, and a block has an op at least.
-
-    blocks = Blocks(dependencies(program))
-    if blocks.accepts({0, 3}):
-        blocks.add({0, 3})
+    No way leads out of it and back but over itself and the blocks that overlap it.
     """
-
-    def __init__(self, before: Edges) -> None:
-        self.members: list[Collection[int]] = [(i,) for i in range(len(before))]
-        self.after = list(followers(before))
-        self.least = list(range(len(before)))
-        """For each op the first op of the stretch of overlapping blocks that it stands in (itself,
-        where it stands in none): nothing that follows the op is listed before that."""
-
-    def accepts(self, block: Iterable[int], unneeded: Iterable[int] = ()) -> bool:
-        """True if no path leaves the block and comes back; `unneeded` ops do not lead into it."""
-        mine, ignored = frozenset(block), frozenset(unneeded)
-        seen: set[int] = set()
-        last = max(mine)
-        stack = [i for j in mine for i in self.after[j] if i not in mine]
-        while stack:
-            op = stack.pop()
-            if op in seen or self.least[op] > last:  # from there no way leads back
-                continue
-            seen.update(self.members[op])
-            for i in self.members[op]:
-                if not mine.isdisjoint(self.after[i]) and i not in ignored:
-                    return False
-                stack += [k for k in self.after[i] if k not in seen and k not in mine]
-        return True
-
-    def add(self, block: Iterable[int], unneeded: Iterable[int] = ()) -> None:
-        """Takes these ops as one from now on."""
-        mine = frozenset(block)
-        for i in mine:
-            self.members[i] = mine
-        first, last = self.least[min(mine)], max(mine)
-        for i in range(min(mine), len(self.least)):
-            if i > last and self.least[i] > last:
-                break
-            self.least[i] = first
-        for i in unneeded:
-            self.after[i] = tuple([j for j in self.after[i] if j not in mine])
+    first, last = block[0], block[-1]
+    near, count = list[Sequence[int]](), -1
+    while len(near) > count:
+        count = len(near)
+        near = [other for other in blocks if other[0] <= last and other[-1] >= first]
+        first = min(each[0] for each in (*near, block))
+        last = max(each[-1] for each in (*near, block))
+    edges = [[j - first for j in before[i] if j >= first] for i in range(first, last + 1)]
+    listed = [[i - first for i in each] for each in (*near, block)]
+    return in_blocks(edges, {each[-1]: each for each in listed}) is not None
 
 
 def in_blocks(before: Edges, blocks: Mapping[int, Iterable[int]]) -> list[tuple[int, ...]] | None:

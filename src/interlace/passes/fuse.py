@@ -10,20 +10,20 @@ they record for their puts and for sums beside the kernel:
         kernel=gather_matmul())
 
 What else stands between the chunks on their stream goes before or after the op, which takes the
-place of the last chunk, or of the first op that waits for one. Chunks that cannot be brought
-together stay as peer copies, with a remark.
+place of the last chunk, or of the first op that waits for one. `schedule` lets nothing come between
+them that can do neither; a list from elsewhere that does is refused.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from interlace.errors import ProgramError
+from interlace.errors import PassError
 from interlace.ir import (
+    Buffer,
     Call,
     Copy,
     Expect,
@@ -34,14 +34,10 @@ from interlace.ir import (
     Op,
     Program,
     Record,
-    Remark,
     Site,
     Wait,
 )
-from interlace.ir.kernels import kernel_matmul
 from interlace.ir.operators import matmul_of
-from interlace.ir.overlap import representatives
-from interlace.ir.program import calls_in
 from interlace.strategies import row_of
 
 
@@ -53,106 +49,28 @@ class Fuse:
 
     def run(self, program: Program) -> Program:
         """The Program with the chunks of its fused sites brought together."""
-        program, reasons = joined(program)
-        return with_reasons(_with_kernels(program), reasons)
-
-
-class _Apart(Exception):
-    """The chunks cannot be brought together, and why."""
-
-
-def joined(program: Program) -> tuple[Program, dict[int, str]]:
-    """The Program with chunks brought together, and why those of other sites are not."""
-    reasons: dict[int, str] = {}
-    for members in reversed(groups(program)):
-        site = program.ops[members[0]].site
-        assert site is not None
-        try:
-            program = program.replace(ops=tuple(_Joining(program.ops, members).joined()))
-        except _Apart as reason:
-            reasons[site] = str(reason)
-    return program, reasons
-
-
-def with_reasons(program: Program, reasons: dict[int, str]) -> Program:
-    """The Program whose sites say why they are not fused, and its remarks where some are not."""
-    fused = {op.site for op in program.fused().values()}
-    sites = tuple(
-        _unfused(site, f"not fused: {reasons[site.id]}")
-        if site.id in reasons and site.id not in fused
-        else site
-        for site in program.sites
-    )
-    remarks = [
-        Remark(Fuse.name, f"a matmul stays in chunks: {why}", site) for site, why in reasons.items()
-    ]
-    return program.replace(sites=sites).remarked(remarks)
-
-
-def _with_kernels(program: Program) -> Program:
-    """The Program whose fused ops name the kernel that does their parts."""
-    kinds = {site.id: site.kind for site in program.sites}
-    ops, remarks = list(program.ops), list[Remark]()
-    for index, op in program.fused().items():
-        if op.kernel is None and op.site in kinds:
-            gathers = kinds[op.site] == "all_gather_matmul"
-            ops[index], why = _with_kernel(program, op, gathers)
-            if why:
-                text = f"a matmul's parts run one after another, without a kernel: {why}"
-                remarks.append(Remark(Fuse.name, text, op.site))
-    return program.replace(ops=tuple(ops)).remarked(remarks)
-
-
-def _with_kernel(program: Program, op: Fused, gathers: bool) -> tuple[Fused, str]:
-    """The op with its kernel; or as it is, and why there is none."""
-    buffers, why = program.buffers(), ""
-    for kernel in _gathers(program, op) if gathers else _scatters(program, op):
-        made = dataclasses.replace(op, kernel=kernel)
-        try:
-            for rank in representatives(program):
-                kernel_matmul(made, program.boxes(rank), buffers, program.where(rank))
-        except ProgramError as error:
-            why = why or str(error)
-        else:
-            return made, ""
-    return op, why
-
-
-def _gathers(program: Program, op: Fused) -> list[FusedKernel]:
-    """The kernel that takes the others' rows in as many ranges as a gather's parts."""
-    levels = (member.ordering().expects for member in op.members)
-    awaited = [program.team(level.team).size - 1 for level in levels if level is not None]
-    others = max(awaited, default=1)  # without any, no kernel fits in any case
-    return [FusedKernel(kind="gather_matmul", pieces=max(1, (len(op.parts) - 1) // others))]
-
-
-def _scatters(program: Program, op: Fused) -> list[FusedKernel]:
-    """The kernels with as many ranges as a scatter's parts: rank after rank, or slab by slab."""
-    buffers = program.buffers()
-    calls = [next(calls_in(part)) for part in op.parts]
-    slots = buffers[calls[-1].outs[0].buffer]
-    if slots.team is None:
-        raise AssertionError("a reduction ends with the rank's own rows, in their slot")
-    size = program.team(slots.team).size
-    own = sum(call.outs[0].buffer == slots.name for call in calls)
-    pieces = (len(calls) - own) // (size - 1)
-    return [FusedKernel(kind="scatter_matmul", pieces=pieces, own=count) for count in (own, 0)]
+        kinds, buffers = {site.id: site.kind for site in program.sites}, program.buffers()
+        for members in reversed(groups(program)):
+            gathers = kinds[program.ops[members[0]].site or 0] == GATHER
+            ops = _Joining(program, members).joined(buffers, gathers)
+            program = program.replace(ops=tuple(ops))
+        return program
 
 
 class _Joining:
     """Makes the chunks of one matmul the parts of one op."""
 
-    def __init__(self, ops: Sequence[Op], members: tuple[int, ...]) -> None:
-        self.ops, self.members = ops, members
+    def __init__(self, program: Program, members: tuple[int, ...]) -> None:
+        self.program, self.ops, self.members = program, program.ops, members
         self.first, self.last = members[0], members[-1]
-        self.stream = ops[self.first].stream
+        self.stream = self.ops[self.first].stream
         self.parts: list[list[FusedMember]] = []
         self.before: list[Op] = []
         self.after: list[Op] = []
         self.waits: list[Wait] = []
         self.recorded: set[str] = set()
 
-    def joined(self) -> list[Op]:
+    def joined(self, buffers: Mapping[str, Buffer], gathers: bool) -> list[Op]:
         """All ops, with the Fused in place of its members."""
         ops, first, last = self.ops, self.first, self.last
         self._sort()
@@ -162,10 +80,11 @@ class _Joining:
         known = {op.ordering().records for op in ops[:turn]} - self.recorded
         for wait in self.waits:
             if wait.event not in known:
-                raise _Apart(f"one of its chunks waits for {wait.event}, which comes after it")
+                raise self._refused(f"one of them waits for {wait.event}, which comes after it")
         own = ops[first]
         parts = tuple(map(tuple, self.parts))
-        fused = Fused(parts=parts, stream=own.stream, site=own.site, loc=own.loc)
+        kernel = self._gather() if gathers else self._scatter(buffers)
+        fused = Fused(parts=parts, kernel=kernel, stream=own.stream, site=own.site, loc=own.loc)
         early = [ops[i] for i in others if i < turn]
         late = [ops[i] for i in others if i >= turn]
         middle = [*early, *self.before, *self.waits, fused, *late, *self.after]
@@ -180,7 +99,7 @@ class _Joining:
             ordering = op.ordering()
             if op.stream != self.stream:
                 if index in self.members:
-                    raise _Apart("its chunks are on several streams")
+                    raise self._refused("they are on several streams")
                 continue
             match op:
                 case Call() if index in self.members:
@@ -200,22 +119,38 @@ class _Joining:
                     inside = False
                 case _:
                     name = op.fn if isinstance(op, Call) else type(op).__name__
-                    raise _Apart(f"{name} stands between its chunks")
+                    raise self._refused(f"{name} stands between them")
 
+    def _refused(self, why: str) -> PassError:
+        return PassError(
+            f"fuse: the chunks of site {self.ops[self.first].site} cannot become one op: {why}. "
+            "fix: run schedule before it, or decompose{strategy=peer}"
+        )
 
-def _unfused(site: Site, reason: str) -> Site:
-    row = row_of(site.strategy, site.protocol)
-    if row is None or row.instead is None:
-        return dataclasses.replace(site, reason=reason)
-    name, protocol = row.instead
-    return dataclasses.replace(site, strategy=name, protocol=protocol, reason=reason)
+    def _gather(self) -> FusedKernel:
+        """The kernel that takes the others' rows in as many ranges as the parts."""
+        levels = (member.ordering().expects for part in self.parts for member in part)
+        awaited = [self.program.team(level.team).size - 1 for level in levels if level is not None]
+        others = max(awaited, default=1)  # without any, no kernel fits in any case
+        return FusedKernel(kind="gather_matmul", pieces=max(1, (len(self.parts) - 1) // others))
+
+    def _scatter(self, buffers: Mapping[str, Buffer]) -> FusedKernel:
+        """The kernel with as many ranges as the parts: rank after rank, or slab by slab."""
+        filled = [op.outs[0].buffer for part in self.parts for op in part if isinstance(op, Call)]
+        slots = buffers[filled[-1]]
+        if slots.team is None:
+            raise AssertionError("a reduction ends with the rank's own rows, in their slot")
+        own = filled.count(slots.name)
+        pieces = (len(filled) - own) // (self.program.team(slots.team).size - 1)
+        slabs = filled.index(slots.name) < len(filled) - own
+        return FusedKernel(kind="scatter_matmul", pieces=pieces, own=0 if slabs else own)
 
 
 # groups
 
 
 SUM = "interlace.sum_slots"
-ALL_REDUCE = "matmul_all_reduce"
+GATHER, ALL_REDUCE = "all_gather_matmul", "matmul_all_reduce"
 
 
 def groups(program: Program) -> list[tuple[int, ...]]:
@@ -224,8 +159,8 @@ def groups(program: Program) -> list[tuple[int, ...]]:
     found: dict[object, list[int]] = {}
     for index, op in program.calls().items() if kinds else ():
         if op.site in kinds and _fills_fusable(op):
-            gathers = kinds[op.site] == "all_gather_matmul"
-            found.setdefault((op.site, op.outs[0].buffer if gathers else ""), []).append(index)
+            key = op.site, op.outs[0].buffer if kinds[op.site] == GATHER else ""
+            found.setdefault(key, []).append(index)
     return [tuple(members) for members in found.values() if len(members) > 1]
 
 

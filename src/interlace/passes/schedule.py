@@ -129,9 +129,6 @@ class _Player:
                     index = heapq.heappop(heap)[1]
                     near[lane][index] = max((self.finish[i] for i in self.needs[index]), default=0)
             choices = self._choices(near)
-            if not choices and self.kernel:
-                self.kernel = []  # it needs something else first: it falls apart
-                choices = self._choices(near)
             if not choices:  # more symmetric buffers must be in use at once
                 choices = self._choices(near, limited=False)
             if not choices:
@@ -234,8 +231,10 @@ class _Player:
             for other in earlier:
                 needs.update(found[other] if self.roles[other] == "late" else (other,))
             found.append(tuple(sorted(needs)))
-        for first, *others in groups(self.program):  # a kernel begins with its first part
+        for first, *others in groups(self.program):  # a kernel begins with its first part,
             for other in others:
+                earlier = (i for i in found[other] if i < first and self.roles[i] == "compute")
+                found[first] = tuple(sorted({*found[first], *earlier}))  # which nothing interrupts
                 found[other] = tuple(sorted({*found[other], first}))
         return tuple(found)
 

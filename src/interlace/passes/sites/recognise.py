@@ -218,8 +218,8 @@ def _rows_of(
     row_bytes = width * box.dtype.itemsize
     layout = gather_layout(values.contents(lhs, name, origin, row_bytes), row_bytes, shards, what)
     _check_stacks(layout, box.sizes[0] if matmul.batched else 0)
-    blocks, even = blocks_of(call), not layout.padded and len(set(layout.rows)) == 1
-    if blocks > 1 and not (even and blocks == layout.batch * len(layout.rows)):
+    blocks = blocks_of(call)
+    if blocks > 1 and not (layout.even and blocks == layout.batch * len(layout.rows)):
         raise Refused(f"{call.fn} has {blocks} scales, which are not those of the ranks' rows")
     return layout, width
 

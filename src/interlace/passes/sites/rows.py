@@ -227,6 +227,11 @@ class RowLayout:
         """True if a shard has rows that are no rows of the matrix."""
         return self.rows != self.pitch
 
+    @property
+    def even(self) -> bool:
+        """True if all ranks have as many rows, without padding."""
+        return not self.padded and len(set(self.rows)) == 1
+
 
 def chunk_sizes(total: Int, parts: int) -> tuple[Int, ...]:
     """The sizes that `torch.chunk` gives, with zeros for the parts that it leaves out."""

@@ -29,7 +29,7 @@ from interlace.ir.overlap import teams_of
 from interlace.ir.program import map_values
 from interlace.ir.sizes import at_hand, supposing
 from interlace.passes.dependencies import dependencies
-from interlace.passes.fuse import joined, with_reasons
+from interlace.passes.fuse import Fuse
 from interlace.passes.insert_sync import with_events
 from interlace.passes.rewrite import tagged
 from interlace.passes.schedule import Schedule
@@ -89,7 +89,7 @@ def seconds_alone(program: Program, machine: Machine) -> float:
 def timed(program: Program, machine: Machine) -> tuple[Program, float]:
     """A scheduled Program with its chunks brought together, and the seconds that it takes, run
     after run: as long as its ranks take, or as its host does."""
-    program = with_reasons(*joined(program))
+    program = Fuse().run(program)
     timeline, host = run_after_run(program, machine, fold=True)
     return program, max(timeline.makespan_s, host)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from interlace.ir import Arg, Box, Call, Chunk, Copy, DType, Index, Slice, TableEntry, View
 from interlace.ir.operators import POINTWISE, Operator, is_kind, matmul_of
@@ -289,7 +290,7 @@ Rows = Callable[[RowBlock, ChunkPlace], None]
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """A site cut into `count` slices."""
+    """A site cut into `count` slices of every rank's rows, of which all have as many."""
 
     emitter: Emitter
     name: str
@@ -298,86 +299,47 @@ class Slices:
     dtype: DType
     count: int
 
-    def bounds(self, i: int) -> list[tuple[Int, Int]]:
+    def bounds(self, i: int) -> tuple[Int, Int]:
         """The rows of each rank's shard that slice `i` holds."""
-        return [
-            (rows * i // self.count, rows * (i + 1) // self.count) for rows in self.layout.shard
-        ]
-
-    def stretches(self, i: int) -> Iterator[tuple[Int, Int, Int]]:
-        """(row in the slice, row in the matrix, rows) of what slice `i` holds, padding left out."""
-        layout, position, first = self.layout, 0, 0
-        height = sum(layout.rows)
-        for rank, (low, high) in enumerate(self.bounds(i)):
-            rows, pitch = layout.rows[rank], layout.pitch[rank]
-            for b in range(fixed(layout.batch)):
-                start, stop = max(low, b * pitch), min(high, b * pitch + rows)
-                if start < stop:
-                    yield (
-                        position + start - low,
-                        b * height + first + start - b * pitch,
-                        stop - start,
-                    )
-            position += high - low
-            first += rows
+        rows = self.layout.shard[0]
+        return rows * i // self.count, rows * (i + 1) // self.count
 
     def pieces(self, i: int, matrix: View) -> Iterator[tuple[RowBlock, ChunkPlace]]:
         """The rows of slice `i`, as few picks as will do, and where they lie in its matrix."""
-        e, layout, bounds = self.emitter, self.layout, self.bounds(i)
-        even = not layout.padded and len(set(layout.rows)) == 1
-        if layout.batch == 1 and even:
-            pick = RowBlock.slice(e, e.size, layout.rows[0], *bounds[0])
+        e, layout = self.emitter, self.layout
+        rows, (low, high) = layout.rows[0], self.bounds(i)
+        if layout.batch == 1:
+            pick = RowBlock.slice(e, e.size, rows, low, high)
             yield pick, pick.shaped(matrix, self.width)
             return
-        for at, row, count in self.stretches(i):
-            pick = RowBlock.slice(e, 1, layout.total, row, row + count)
-            yield pick, pick.shaped(matrix.slice(0, at, at + count), self.width)
+        for rank, stack in product(range(e.size), range(fixed(layout.batch))):
+            start, stop = max(low, stack * rows), min(high, (stack + 1) * rows)
+            if start < stop:
+                first = ((e.size - 1) * stack + rank) * rows + start
+                at, count = rank * (high - low) + start - low, stop - start
+                pick = RowBlock.slice(e, 1, layout.total, first, first + count)
+                yield pick, pick.shaped(matrix.slice(0, at, at + count), self.width)
 
     def gather(self, shard: View, full: View | None, take: Rows) -> None:
         """Gathers each slice, and has its rows taken; fills `full` as well if it is given."""
         e = self.emitter
-        sizes = self.layout.shard
         for i in range(self.count):
-            bounds = self.bounds(i)
-            counts = tuple(high - low for low, high in bounds)
-            if not sum(counts):
-                continue
-            gathered = e.alloc(f"{self.name}_{i}", self.dtype, (sum(counts), self.width))
-            mine = self._own(shard, bounds)
-            e.collective("all_gather", mine, gathered, splits=self._splits(counts))
+            low, high = self.bounds(i)
+            gathered = e.alloc(f"{self.name}_{i}", self.dtype, (e.size * (high - low), self.width))
+            e.collective("all_gather", shard.slice(0, low, high), gathered)
             for pick, place in self.pieces(i, gathered):
                 take(pick, place)
-            if full is not None and len(set(sizes)) == 1:
-                stacked = full.view(e.size, sizes[0], self.width).slice(1, *bounds[0])
+            if full is not None:
+                stacked = full.view(e.size, self.layout.shard[0], self.width).slice(1, low, high)
                 e.copy(gathered.view(e.size, -1, self.width), stacked)
-                continue
-            for rank, (low, high) in enumerate(bounds):
-                if full is not None and low < high:
-                    whole = e.part(full, rank, sizes).slice(0, low, high)
-                    e.copy(e.part(gathered, rank, counts), whole)
 
     def scatter(self, out: View, compute: Rows) -> None:
         """Computes each slice and reduces it into its rows of `out`."""
         e = self.emitter
         for i in range(self.count):
-            bounds = self.bounds(i)
-            counts = tuple(high - low for low, high in bounds)
-            if not sum(counts):
-                continue
-            parts = e.alloc(f"{self.name}_{i}", self.dtype, (sum(counts), self.width))
-            if self.layout.padded:
-                e.call("aten.zeros.out", ((sum(counts), self.width),), parts)
+            low, high = self.bounds(i)
+            parts = e.alloc(f"{self.name}_{i}", self.dtype, (e.size * (high - low), self.width))
             for pick, place in self.pieces(i, parts):
                 compute(pick, place)
-            mine = self._own(out, bounds)
-            reduce, splits = e.serial.reduce, self._splits(counts)
-            e.collective("reduce_scatter", parts, mine, reduce=reduce, splits=splits)
-
-    def _own(self, shard: View, bounds: list[tuple[Int, Int]]) -> View:
-        e = self.emitter
-        low, high = zip(*bounds, strict=True)
-        return shard.slice(0, e.dim(low, e.rank), e.dim(high, e.rank))
-
-    def _splits(self, counts: tuple[Int, ...]) -> str | None:
-        even = len(set(counts)) == 1
-        return None if even else self.emitter.names.table(self.emitter.team.name, counts)
+            mine = out.slice(0, low, high)
+            e.collective("reduce_scatter", parts, mine, reduce=e.serial.reduce)

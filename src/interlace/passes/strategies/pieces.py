@@ -65,15 +65,14 @@ def pieces(values: Dataflow, site: MatmulSite, strategy: Strategy, chunks: int) 
     `fused`: Note [Rows that come in time].
     """
     layout, fused = site.layout, strategy.fuses
-    if layout.batch != 1 or layout.padded or len(set(layout.rows)) > 1:
+    if layout.batch != 1 or not layout.even:
         return 1
     if isinstance(site, GatherSite):
         return QUARTERS if fused and _in_quarters(values, site, chunks) else 1
     rows = layout.rows[0]
     if chunks and fused:
-        most = counted(rows, 1, chunks // len(layout.rows))
-        step = _tiles(rows)
-        return next((n for n in range(most, 1, -1) if rows % (n * step) == 0), 1)
+        most = chunks // len(layout.rows)
+        return next((n for n in range(most, 1, -1) if rows % (n * TILE_ROWS) == 0), 1)
     least, height = (BESIDE_BYTES, GROUP_ROWS) if fused else (PIECE_BYTES, TILE_ROWS)
     most = counted(part_bytes(values, site), least, counted(rows, height, MOST_PIECES))
     fits = [n for n in range(most, 1, -1) if rows % (n * TILE_ROWS) == 0]
@@ -110,15 +109,8 @@ def slabs(values: Dataflow, site: MatmulSite, chunks: int) -> int:
     if chunks:
         most = min(most, chunks // len(site.layout.rows))
     rows = site.layout.rows[0]
-    step = _tiles(rows) if chunks else TILE_ROWS
-    fits = (n for n in range(most, LEAST_SLABS - 1, -1) if rows % (n * step) == 0)
+    fits = (n for n in range(most, LEAST_SLABS - 1, -1) if rows % (n * TILE_ROWS) == 0)
     return next(fits, 0)
-
-
-def _tiles(rows: Int) -> int:
-    """Rows of a kernel's tile, of which the pieces asked of it are multiples. Fewer rows are cut as
-    they come, though no kernel makes such pieces."""
-    return TILE_ROWS if rows >= TILE_ROWS else 1
 
 
 def parts(values: Dataflow, site: MatmulSite, strategy: Strategy, chunks: int) -> int:

@@ -71,6 +71,8 @@ def refusal(
         return f"team {team.name} spans hosts, which share no memory"
     if op.kind == EXCHANGE and strategy.alone:
         return strategy.alone
+    if strategy.sliced and op.kind != "all_reduce" and not site.layout.even:
+        return "its rows are not dealt evenly to the ranks"
     if strategy.sliced and slices(values, site, 0) < 2:
         return "each rank has a single row"
     if strategy.copies:
@@ -92,7 +94,7 @@ def refusal(
 def unfusable(values: Dataflow, site: MatmulSite) -> str:
     """Why a site's matmuls cannot run as one kernel each, empty where they can."""
     layout = site.layout
-    if layout.batch != 1 or layout.padded or len(set(layout.rows)) > 1:
+    if layout.batch != 1 or not layout.even:
         return "its rows are not dealt evenly to the ranks, in one stack"
     if not layout.rows[0]:
         return "a rank has no rows"
