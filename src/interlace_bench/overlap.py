@@ -27,7 +27,6 @@ from interlace_bench.race import (
     Racer,
     Variant,
     benchmark,
-    close,
     race,
     race_hosts,
     run_race,
@@ -101,9 +100,7 @@ def _case(
                 racer.rounds, racer.host, racer.clocks = twin.rounds, twin.host, twin.clocks
                 racer.problem = twin.problem
 
-    racers = [*run_race(ranks, variants, timer, tell, f"{case}: ").values()]
-    close(racers)
-    return racers
+    return [*run_race(ranks, variants, timer, tell, f"{case}: ").values()]
 
 
 def _twins(variants: Sequence[Variant]) -> dict[str, str]:
