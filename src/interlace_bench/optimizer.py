@@ -308,7 +308,6 @@ def work(settings: OptimizerSettings, ranks: Ranks, tell: Tell) -> Plan:
             also(ranks, first, trained.measure)
             close([first])
         racers = run_race(ranks, variants, trained.time, tell, measure=trained.measure)
-        close(racers.values())
         return _rows(trained, racers)
 
     said = f"{trained.model} x {size.layers}, {size.batch} x {size.sequence} tokens in {size.dtype}"

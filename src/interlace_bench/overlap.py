@@ -27,7 +27,6 @@ from interlace_bench.race import (
     Racer,
     Variant,
     benchmark,
-    close,
     race,
     race_hosts,
     run_race,
@@ -95,15 +94,13 @@ def _case(
         timed = [racer for racer in running.values() if not racer.variant.facts["whole"]]
         fastest = min((racer.median for racer in timed if racer.timed), default=math.inf)
         if max(ranks.maximum([fastest])) <= BRIEF_S:
-            race_hosts(ranks, timed, HOST_S)
+            race_hosts(ranks, [racer for racer in timed if racer.ready], HOST_S)
         for racer in ready:
             if (twin := running.get(twins.get(racer.variant.name, ""))) is not None:
                 racer.rounds, racer.host, racer.clocks = twin.rounds, twin.host, twin.clocks
                 racer.problem = twin.problem
 
-    racers = [*run_race(ranks, variants, timer, tell, f"{case}: ").values()]
-    close(racers)
-    return racers
+    return [*run_race(ranks, variants, timer, tell, f"{case}: ").values()]
 
 
 def _twins(variants: Sequence[Variant]) -> dict[str, str]:

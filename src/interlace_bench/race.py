@@ -2,8 +2,6 @@
 
     racers = run_race(ranks, variants, lambda racers: race(ranks, racers, seconds=2.0), tell)
     racers["ours"].median, racers["ours"].problem    # seconds: of each round the slowest rank's
-    close(racers.values())
-    free(ranks)
 
 A variant that cannot be opened, computes something wrong or raises is out on all ranks, with the
 reason; the others go on.
@@ -137,10 +135,6 @@ class Racer:
         """The median time in seconds; NaN where it has none."""
         return median(self.timed)
 
-    def columns(self, *names: str) -> dict[str, Any]:
-        """The named columns."""
-        return {name: self.row.get(name, math.nan) for name in names}
-
     @property
     def row(self) -> Row:
         """Its columns of a row; times are in microseconds, NaN where it has none."""
@@ -189,8 +183,9 @@ def run_race(
     title: str = "",
     measure: Callable[[Racer], None] | None = None,
 ) -> dict[str, Racer]:
-    """Opens variants, one after another, and times in turn those that have no problem; the racers
-    by name. Each that is open does the step `measure` alone before the next one is opened."""
+    """Opens variants, one after another, times in turn those that have no problem, and closes all;
+    the racers by name. Each that is open does the step `measure` alone before the next is opened.
+    """
     racers: dict[str, Racer] = {}
     for variant in variants:
         step(tell, f"{title}{variant.name}")
@@ -200,6 +195,7 @@ def run_race(
     step(tell, f"{title}timing")
     timer([racer for racer in racers.values() if racer.ready])
     gather(ranks, racers.values())
+    close(racers.values())
     return racers
 
 
@@ -249,35 +245,6 @@ def benchmark(plan_of: Callable[[Any, Ranks, Tell], Plan]) -> Work:
         return {**report, "headline": plan.headline, "shown": plan.shown(rows)}
 
     return work
-
-
-def run_cases(
-    ranks: Ranks,
-    cases: Mapping[str, Callable[[float], list[Row]]],
-    seconds: float,
-    tell: Tell,
-    most_s: float = math.inf,
-    kept_s: float = 0.0,
-) -> tuple[list[Row], list[str]]:
-    """The rows of all cases, told as they come, and the names of those for which no time was left.
-
-    Each measures within its part of the `seconds`, at most `most_s`; `kept_s` are left over.
-    """
-    begun = time.monotonic()
-    rows: list[Row] = []
-    skipped: list[str] = []
-    for number, (name, measure) in enumerate(cases.items()):
-        step(tell, name)
-        (spent,) = ranks.maximum([time.monotonic() - begun])
-        left = seconds - spent
-        if left <= kept_s:
-            skipped.append(name)
-            continue
-        found = measure(min(most_s, left / (len(cases) - number)))
-        free(ranks)
-        tell({"event": "rows", "rows": found})
-        rows += found
-    return rows, skipped
 
 
 def open_racer(name: str, run: Run, sets: Sets = ((),)) -> Racer:
@@ -515,10 +482,8 @@ def _without(ranks: Ranks, failed: Mapping[str, str], racers: Sequence[Racer]) -
 
 def time_device(ranks: Ranks, racers: Sequence[Racer]) -> None:
     """Times launches where the host is ahead: the device waits for as long as the slowest host
-    takes to issue a burst, so that only the device's own time counts. Nothing without a GPU."""
-    if not ranks.cuda:
-        return
-    again = [Racer(racer.variant, racer.opened) for racer in racers if racer.ready]
+    takes to issue a burst, so that only the device's own time counts. NaN without a GPU."""
+    again = [Racer(racer.variant, racer.opened) for racer in racers if racer.ready and ranks.cuda]
     launches, rounds = (AHEAD_LAUNCHES, AHEAD_LAUNCHES), (AHEAD_ROUNDS, AHEAD_ROUNDS)
     race(ranks, again, math.inf, rounds, launches, ahead=AHEAD_LAUNCHES)
     timed = {racer.variant.name: racer.median * 1e6 for racer in again}

@@ -29,7 +29,6 @@ from interlace_bench.race import (
     Run,
     Sets,
     Variant,
-    close,
     race,
     race_hosts,
     run_race,
@@ -152,9 +151,7 @@ def time_case(
         racer.figures.update(peak_bytes=most, kept_bytes=kept, state_bytes=state)
 
     racers = run_race(ranks, variants, timer, tell, f"{case}: ", measure)
-    rows = _rows(case, racers, ranks)
-    close(racers.values())
-    return rows
+    return _rows(case, racers, ranks)
 
 
 def peak_and_kept(run: Run, inputs: Sequence[Any], ranks: Ranks) -> tuple[float, float]:
