@@ -118,7 +118,6 @@ class Tab:
         """Moves the pointer there."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
-
     def photograph(self, path: Path, whole: bool = False) -> bytes:
         """A picture of what is in sight, or of the whole page: its PNG."""
         self.evaluate("0")
