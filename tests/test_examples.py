@@ -10,7 +10,7 @@ import os
 import runpy
 import subprocess
 import sys
-from contextlib import redirect_stdout
+from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +18,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from tests.support.pool import Pool
+from typer.testing import CliRunner
+
+from interlace.cli import app
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ENVIRON = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
@@ -128,14 +131,24 @@ def test_hugging_face_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> N
     assert str(ended.value).endswith('needs transformers: pip install "transformers>=5.17"')
 
 
+def command_here(command: list[str], *, cwd: Path, **_: Any) -> subprocess.CompletedProcess[str]:
+    """`python -m interlace ...` in this process, where torch is there."""
+    with chdir(cwd):
+        done = CliRunner().invoke(app, command[3:])
+    return subprocess.CompletedProcess(command, done.exit_code, done.stdout, done.stderr)
+
+
+@pytest.mark.usefixtures("launched_on_pool")
 def test_the_notebook(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its cells run in order, without Jupyter; what it shows last is the page."""
+    """Its cells run in order, without Jupyter, and its command on the ranks of the pool; what it
+    shows last is the page."""
     notebook = json.loads((EXAMPLES / "timeline.ipynb").read_text())
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)
     for name, value in ENVIRON.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(subprocess, "run", command_here)
     names: dict[str, Any] = {}
     for cell in cells:
         exec("".join(cell["source"]), names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch.distributed._functional_collectives import (
 from interlace.float8 import E4M3, Recipe, linear
 from interlace.frontend import backend
 
-STRATEGIES = ["serial", "pipeline", "ring", "peer", "auto"]
+STRATEGIES = ["pipeline", "ring", "peer"]
 
 
 def quantised(x: Tensor, shared: bool) -> tuple[Tensor, Tensor]:
@@ -74,12 +75,12 @@ def run(which: str, strategy: str, seed: int) -> tuple[bytes, list[str], str]:
 @pytest.mark.strict
 @pytest.mark.parametrize("which", MODELS)
 def test_sites_are_found(pool: Pool, which: str, seed: int) -> None:
-    """With every strategy, and the bits of the serial Program."""
+    """With a strategy that is drawn and with `auto`, and the bits of the serial Program."""
     if which == "row" and torch.__version__ < "2.12":
         pytest.skip("this torch has no scales of rows on the CPU")
     kind = "matmul_reduce_scatter" if which == "summed" else "all_gather_matmul"
     serial = pool(2).run(run, which, "serial", seed)
-    for strategy in STRATEGIES[1:]:
+    for strategy in (random.Random(seed).choice(STRATEGIES), "auto"):
         for (found, sites, text), (wanted, _, _) in zip(
             pool(2).run(run, which, strategy, seed), serial, strict=True
         ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
+import importlib.util
 from typing import Any
 
 import pytest
@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor
 from interlace.errors import InputError, UnsupportedError
 from interlace.tensor_parallel import parallelize
 
-pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
 VOCABULARY = 33
 OWN: dict[str, dict[str, Any]] = {
     "Qwen2": {"tie_word_embeddings": True},

@@ -118,11 +118,6 @@ class Tab:
         """Moves the pointer there."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
-    def click(self, x: float, y: float) -> None:
-        """Clicks there."""
-        for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-
     def photograph(self, path: Path, whole: bool = False) -> bytes:
         """A picture of what is in sight, or of the whole page: its PNG."""
         self.evaluate("0")
