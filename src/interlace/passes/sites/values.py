@@ -36,7 +36,8 @@ class Dataflow(Uses):
             if any(isinstance(dim, TableEntry) for dim in buffer.shape)
         }
         self.ranked = False
-        """True once a box was asked for that may be another one on another rank."""
+        """True once a box was asked for that may be another one on another rank; who asks about one
+        site sets it back before."""
 
     @cached_property
     def names(self) -> Names:
