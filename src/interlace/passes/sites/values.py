@@ -17,7 +17,7 @@ from interlace.ir.operators import is_kind
 from interlace.ir.overlap import rank_dependent
 from interlace.ir.sizes import Int
 from interlace.ir.types import TableEntry
-from interlace.passes.sites.rows import Contents, Refused, concatenated, padded, seen, stored
+from interlace.passes.sites.rows import TOO_FINE, Contents, Refused, concatenated, padded, seen
 from interlace.passes.strategies.emitter import Names
 from interlace.passes.uses import Uses
 
@@ -36,7 +36,8 @@ class Dataflow(Uses):
             if any(isinstance(dim, TableEntry) for dim in buffer.shape)
         }
         self.ranked = False
-        """True once a box was asked for that may be another one on another rank."""
+        """True once a box was asked for that may be another one on another rank; who asks about one
+        site sets it back before."""
 
     @cached_property
     def names(self) -> Names:
@@ -114,7 +115,9 @@ class Dataflow(Uses):
 
     def _stored(self, name: str, memory: dict[str, Contents]) -> Contents:
         if name not in memory:
-            memory[name] = stored(self._moved(name, memory), self.box(View(name)))
+            if not self.box(View(name)).contiguous:
+                raise Refused(TOO_FINE)
+            memory[name] = self._moved(name, memory)
         return memory[name]
 
     def _seen(self, view: View, memory: dict[str, Contents]) -> Contents:
