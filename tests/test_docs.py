@@ -369,6 +369,16 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[-\s]+", "-", heading) for heading in found}
 
 
+def test_terms_of_the_glossary_are_linked() -> None:
+    """Each from a page of the documentation, or from another term."""
+    glossary = "docs/reference/glossary.md"
+    linked = re.findall(r"\(#([\w-]+)\)", PAGES[glossary])
+    for page, text in PAGES.items():
+        if page != glossary:
+            linked += re.findall(r"glossary\.md#([\w-]+)", text)
+    assert anchors(PAGES[glossary]) - {"glossary"} == {*linked}
+
+
 def test_generated_pages_lose_nothing() -> None:
     assert "| `--seed` | integer | `0` |" in PAGES["docs/reference/cli.md"]
     assert not re.search(r"(?<![/(\w])\w+\.md", PAGES["docs/reference/ops.md"]), "not a link"
