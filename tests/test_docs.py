@@ -424,6 +424,24 @@ def test_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
         assert not [tag for tag in loaded if "canonical" not in tag], path
 
 
+def test_support_matrix_names_what_has_rows_and_what_ci_runs() -> None:
+    """A GPU with the torch of its rows, and each torch that CI names; no row is of another."""
+    lines = PAGES["docs/reference/support.md"].splitlines()
+    measured: set[tuple[str, str]] = set()
+    for path in (ROOT / "benchmarks" / "results").glob("*.csv"):
+        with path.open() as file:
+            measured |= {(row["gpu"], row["torch"]) for row in csv.DictReader(file)}
+    for gpu, version in measured:
+        name = re.search(r"H\d+", gpu.upper())
+        device, minor = name[0] if name else "CPU", ".".join(version.split(".")[:2])
+        if "cpu" in version and name:  # predicted without the GPU
+            continue
+        assert [line for line in lines if device in line and minor in line and "rows" in line]
+    ci = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    for python, minor in re.findall(r'python: "([\d.]+)", torch: "==([\d.]+)\.\*"', ci):
+        assert [line for line in lines if f"{minor} with Python {python}" in line and "CI" in line]
+
+
 def test_figures_of_the_readme_are_rows() -> None:
     commit = re.search(r"rows `(\w+)` of\s+\[overlap\.csv\]", PAGES["README.md"])
     assert commit
