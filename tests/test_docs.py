@@ -442,6 +442,55 @@ def test_support_matrix_names_what_has_rows_and_what_ci_runs() -> None:
         assert [line for line in lines if f"{minor} with Python {python}" in line and "CI" in line]
 
 
+LAYER_70B = {"model": "llama3-70b", "commit": "2b39269"}
+LAYER_8B = {"model": "llama3-8b", "commit": "2b39269"}
+LAYER_8B_2 = {"model": "llama3-8b", "commit": "784924f"}
+DECODE = {"step": "decode", "commit": "cef4721"}
+LOGITS = {"op": "cross-entropy", "shape": "8192x128256", "dtype": "bf16", "commit": "46f82d8"}
+LOGITS |= {"does": "forward+backward"}
+LINEAR = {"op": "linear-cross-entropy", "commit": "46f82d8"}
+ADAM = {"shape": "1.40e9 all bf16", "commit": "46f82d8"}
+MUON = {"shape": "8 layers of llama3-8b", "commit": "46f82d8"}
+OWNERS, OWNERS_2 = {"commit": "a05769b"}, {"commit": "ac4be33"}
+CHANGES: list[tuple[str, str, str, dict[str, str], str, str]] = [
+    ("transformer", "22.3 ms | 20.3 ms", "1.24 to 3.33", LAYER_70B, "inductor", "compile"),
+    ("transformer", "8.8 ms | 10.4 ms", "0.60 to 1.48", LAYER_8B, "inductor", "compile"),
+    ("transformer", "12.2 ms | 11.6 ms", "1.02 to 2.45", LAYER_8B_2, "inductor", "compile"),
+    ("transformer", "10.4 ms | 6.4 ms", "1.48 to 2.56", LAYER_8B, "compile", "compile-graph"),
+    ("transformer", "20.3 ms | 20.6 ms", "3.33 to 5.61", LAYER_70B, "compile", "compile-graph"),
+    ("transformer", "20.3 ms | 19.7 ms", "3.33 to 2.61", LAYER_70B, "compile", "compile-fp8"),
+    ("transformer", "20.6 ms | 14.7 ms", "5.61 to 6.25", LAYER_70B, "compile-graph",
+     "compile-fp8-graph"),
+    ("layer", "445 us | 181 us", "", DECODE, "interlace-graph", "interlace.compile-graph"),
+    ("kernels", "4.63 ms | 1.57 ms", "6.30 to 2.10", LOGITS, "torch", "interlace"),
+    ("kernels", "41.3 ms | 42.6 ms", "6.30 to 1.41", LINEAR, "torch", "interlace"),
+    ("kernels", "7.19 ms | 4.97 ms", "", ADAM, "torch", "interlace"),
+    ("kernels", "285 ms | 196 ms", "0.42 to 0.54", MUON, "torch", "interlace"),
+    ("optimizer", "90.2 ms | 76.6 ms", "", OWNERS, "synchronous", "overlap"),
+    ("optimizer", "106.5 ms | 109.3 ms", "", OWNERS_2, "synchronous", "overlap"),
+]  # fmt: skip
+"""Lines of the page on tuning: a file, times and memory as shown, and the rows of before and after."""
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change[1])
+def test_figures_of_the_page_on_tuning_are_rows(
+    change: tuple[str, str, str, dict[str, str], str, str],
+) -> None:
+    name, times, memory, chosen, *ways = change
+    page = PAGES["docs/how-to/tuning.md"]
+    assert [line for line in page.splitlines() if times in line and memory in line]
+    with (ROOT / "benchmarks" / "results" / f"{name}.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if {**row, **chosen} == row]
+    for way, time, size in zip(ways, times.split(" | "), (memory or "-").split(" to "), strict=False):
+        (row,) = (row for row in rows if row["way"] == way)
+        figure, unit = time.split()
+        taken = float(row.get("median_us") or 1e3 * float(row["step_ms"]))
+        taken /= 1e3 if unit == "ms" else 1
+        assert f"{taken:.{len(figure.partition('.')[2])}f}" == figure
+        if memory:
+            assert f"{float(row['peak_bytes']) / 1e9:.2f}" == size
+
+
 def test_figures_of_the_readme_are_rows() -> None:
     commit = re.search(r"rows `(\w+)` of\s+\[overlap\.csv\]", PAGES["README.md"])
     assert commit
