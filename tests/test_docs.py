@@ -48,7 +48,7 @@ PAGES = {
     for path in [
         *sorted(ROOT.glob("*.md")),
         *sorted((ROOT / "docs").rglob("*.md")),
-        ROOT / "benchmarks" / "README.md",
+        *sorted((ROOT / "benchmarks").glob("*.md")),
     ]
 }
 BLOCK = re.compile(r"^```(\w*)(?: title=\"([^\"\n]*)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
