@@ -101,6 +101,7 @@ def of_sizes(mesh: DeviceMesh, x: torch.Tensor) -> list[str]:
         model = compiled(mlp(mesh), dynamic=False)
         for rows in (2, 4, 6):
             model(x[:rows])
+        torch.compiler.reset()
         whole = torch.compile(mlp(mesh), backend="interlace", dynamic=False, fullgraph=True)
         found.append(message(lambda: [whole(x[:rows]) for rows in (2, 4, 6)]))
     logger.removeHandler(handler)
