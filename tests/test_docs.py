@@ -48,7 +48,7 @@ PAGES = {
     for path in [
         *sorted(ROOT.glob("*.md")),
         *sorted((ROOT / "docs").rglob("*.md")),
-        ROOT / "benchmarks" / "README.md",
+        *sorted((ROOT / "benchmarks").glob("*.md")),
     ]
 }
 BLOCK = re.compile(r"^```(\w*)(?: title=\"([^\"\n]*)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -371,6 +371,16 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[-\s]+", "-", heading) for heading in found}
 
 
+def test_terms_of_the_glossary_are_linked() -> None:
+    """Each from a page of the documentation, or from another term."""
+    glossary = "docs/reference/glossary.md"
+    linked = re.findall(r"\(#([\w-]+)\)", PAGES[glossary])
+    for page, text in PAGES.items():
+        if page != glossary:
+            linked += re.findall(r"glossary\.md#([\w-]+)", text)
+    assert anchors(PAGES[glossary]) - {"glossary"} == {*linked}
+
+
 def test_generated_pages_lose_nothing() -> None:
     assert "| `--seed` | integer | `0` |" in PAGES["docs/reference/cli.md"]
     assert not re.search(r"(?<![/(\w])\w+\.md", PAGES["docs/reference/ops.md"]), "not a link"
@@ -414,6 +424,75 @@ def test_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
             r"<(?:script|link|img)\b[^>]*(?:src|href)=\"?https?:[^>]*", path.read_text()
         )
         assert not [tag for tag in loaded if "canonical" not in tag], path
+
+
+def test_support_matrix_names_what_has_rows_and_what_ci_runs() -> None:
+    """A GPU with the torch of its rows, and each torch that CI names; no row is of another."""
+    lines = PAGES["docs/reference/support.md"].splitlines()
+    measured: set[tuple[str, str]] = set()
+    for path in (ROOT / "benchmarks" / "results").glob("*.csv"):
+        with path.open() as file:
+            measured |= {(row["gpu"], row["torch"]) for row in csv.DictReader(file)}
+    for gpu, version in measured:
+        name = re.search(r"H\d+", gpu.upper())
+        device, minor = name[0] if name else "CPU", ".".join(version.split(".")[:2])
+        if "cpu" in version and name:  # predicted without the GPU
+            continue
+        assert [line for line in lines if device in line and minor in line and "rows" in line]
+    ci = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    for python, minor in re.findall(r'python: "([\d.]+)", torch: "==([\d.]+)\.\*"', ci):
+        assert [line for line in lines if f"{minor} with Python {python}" in line and "CI" in line]
+
+
+LAYER_70B = {"model": "llama3-70b", "commit": "2b39269"}
+LAYER_8B = {"model": "llama3-8b", "commit": "2b39269"}
+LAYER_8B_2 = {"model": "llama3-8b", "commit": "784924f"}
+DECODE = {"step": "decode", "commit": "cef4721"}
+LOGITS = {"op": "cross-entropy", "shape": "8192x128256", "dtype": "bf16", "commit": "46f82d8"}
+LOGITS |= {"does": "forward+backward"}
+LINEAR = {"op": "linear-cross-entropy", "commit": "46f82d8"}
+ADAM = {"shape": "1.40e9 all bf16", "commit": "46f82d8"}
+MUON = {"shape": "8 layers of llama3-8b", "commit": "46f82d8"}
+OWNERS, OWNERS_2 = {"commit": "a05769b"}, {"commit": "ac4be33"}
+CHANGES: list[tuple[str, str, str, dict[str, str], str, str]] = [
+    ("transformer", "22.3 ms | 20.3 ms", "1.24 to 3.33", LAYER_70B, "inductor", "compile"),
+    ("transformer", "8.8 ms | 10.4 ms", "0.60 to 1.48", LAYER_8B, "inductor", "compile"),
+    ("transformer", "12.2 ms | 11.6 ms", "1.02 to 2.45", LAYER_8B_2, "inductor", "compile"),
+    ("transformer", "10.4 ms | 6.4 ms", "1.48 to 2.56", LAYER_8B, "compile", "compile-graph"),
+    ("transformer", "20.3 ms | 20.6 ms", "3.33 to 5.61", LAYER_70B, "compile", "compile-graph"),
+    ("transformer", "20.3 ms | 19.7 ms", "3.33 to 2.61", LAYER_70B, "compile", "compile-fp8"),
+    ("transformer", "20.6 ms | 14.7 ms", "5.61 to 6.25", LAYER_70B, "compile-graph",
+     "compile-fp8-graph"),
+    ("layer", "445 us | 181 us", "", DECODE, "interlace-graph", "interlace.compile-graph"),
+    ("kernels", "4.63 ms | 1.57 ms", "6.30 to 2.10", LOGITS, "torch", "interlace"),
+    ("kernels", "41.3 ms | 42.6 ms", "6.30 to 1.41", LINEAR, "torch", "interlace"),
+    ("kernels", "7.19 ms | 4.97 ms", "", ADAM, "torch", "interlace"),
+    ("kernels", "285 ms | 196 ms", "0.42 to 0.54", MUON, "torch", "interlace"),
+    ("optimizer", "90.2 ms | 76.6 ms", "", OWNERS, "synchronous", "overlap"),
+    ("optimizer", "106.5 ms | 109.3 ms", "", OWNERS_2, "synchronous", "overlap"),
+]  # fmt: skip
+"""Lines of the page on tuning: a file, times and memory as shown, and the rows that they are of."""
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change[1])
+def test_figures_of_the_page_on_tuning_are_rows(
+    change: tuple[str, str, str, dict[str, str], str, str],
+) -> None:
+    name, times, memory, chosen, *ways = change
+    page = PAGES["docs/how-to/tuning.md"]
+    assert [line for line in page.splitlines() if times in line and memory in line]
+    with (ROOT / "benchmarks" / "results" / f"{name}.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if {**row, **chosen} == row]
+    for way, time, size in zip(
+        ways, times.split(" | "), (memory or "-").split(" to "), strict=False
+    ):
+        *_, row = (row for row in rows if row["way"] == way)  # the last of several runs
+        figure, unit = time.split()
+        taken = float(row.get("median_us") or 1e3 * float(row["step_ms"]))
+        taken /= 1e3 if unit == "ms" else 1
+        assert f"{taken:.{len(figure.partition('.')[2])}f}" == figure
+        if memory:
+            assert f"{float(row['peak_bytes']) / 1e9:.2f}" == size
 
 
 def test_figures_of_the_readme_are_rows() -> None:

@@ -6,6 +6,7 @@ $ python docs/generate --check    # ends with code 1 if a file is out of date
 ops.py              reference/ops.md, from the dataclasses of `interlace.ir`
 commands.py         reference/cli.md and reference/options.md, from the commands and `Options`
 bugs.py             explanation/public-bugs.md, from tests/golden/bugs/
+measurements.py     explanation/measurements.md, from benchmarks/results/
 pictures.py         explanation/*.svg: what the simulator predicts for each strategy
 markdown_table.py   a table
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from bugs import bugs_page
 from commands import cli_page, options_page
+from measurements import measurements_page
 from ops import ops_page
 from pictures import pictures
 
@@ -30,6 +32,7 @@ def main() -> int:
         "reference/options.md": options_page(),
         "reference/ops.md": ops_page(),
         "explanation/public-bugs.md": bugs_page(),
+        "explanation/measurements.md": measurements_page(),
         **{f"explanation/{name}": text for name, text in pictures().items()},
     }
     stale = [n for n, t in texts.items() if not (DOCS / n).exists() or (DOCS / n).read_text() != t]

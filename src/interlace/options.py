@@ -71,9 +71,9 @@ class Options:
 
     Attributes:
         overlap: False keeps every site serial: one stream, no decomposition.
-        in_order: run the overlapped Program one op after another: the twin that results are
-            compared with. It is verified as it runs, since that order may wait for ever where
-            the streams do not.
+        in_order: run the overlapped Program one op after another, as the reference run of an
+            overlapped one. That order is verified too, since it can deadlock where the streams
+            do not.
         strategy: how sites are overlapped: `serial`, `pipeline`, `ring`,
             `peer`, `fused`, `exchange` or `copies`; `auto` asks the cost model,
             with `serial` always a candidate.

@@ -32,6 +32,13 @@ def test_the_changelog_tells_of_this_version() -> None:
     assert f"## {interlace.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_the_citation_is_of_this_version() -> None:
+    lines = (ROOT / "CITATION.cff").read_text().splitlines()
+    assert "cff-version: 1.2.0" in lines
+    assert f"version: {interlace.__version__}" in lines
+    assert f"license: {PROJECT['license']}" in lines
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda p: p.name)
 def test_workflows_and_forms_can_be_read(path: Path) -> None:
     found = pytest.importorskip("yaml").safe_load(path.read_text())
