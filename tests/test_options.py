@@ -59,8 +59,21 @@ def test_a_tensor_is_no_choice() -> None:
 
 
 def test_unknown_options_are_named_with_the_known_ones() -> None:
-    with pytest.raises(OptionError, match=r"'stratgy': known are .*strategy"):
-        Options.from_dict({"stratgy": "peer"})
+    known = r"'stratgy': did you mean 'strategy'\? choose from cache_size, .*, transport$"
+    for make in (lambda given: Options(**given), Options.from_dict):
+        with pytest.raises(OptionError, match=known):
+            make({"stratgy": "peer"})
+    with pytest.raises(OptionError, match="unknown option 7: choose from"):
+        Options.from_dict({7: "peer"})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "near"),
+    [("strategy", "pear", "peer"), ("resharding", "befor", "before"), ("transport", "glo", "gloo")],
+)
+def test_a_wrong_value_names_the_nearest(name: str, value: Any, near: str) -> None:
+    with pytest.raises(OptionError, match=f"{name}='{value}': did you mean '{near}'.*choose from"):
+        Options(**{name: value})
 
 
 @pytest.mark.parametrize(

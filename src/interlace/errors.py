@@ -12,7 +12,7 @@ Invariants of Interlace's own code are `assert`s.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 
 class InterlaceError(Exception):
@@ -120,6 +120,23 @@ class GradientError(InterlaceError, RuntimeError):
 
 class ReplicaError(InterlaceError, RuntimeError):
     """Ranks hold different weights where they should hold the same."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint at what a wrong name may stand for, such as `did you mean 'peer'?`; empty where no
+    known name is near."""
+    from difflib import get_close_matches
+
+    # Comparing takes its time: names of other lengths, and long ones, are not near.
+    close = [each for each in sorted(set(known)) if abs(len(each) - len(name)) <= 8][:5_000]
+    near = get_close_matches(name, close, n=2, cutoff=0.6) if len(name) <= 60 else []
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def choose_from(name: str, known: Iterable[str]) -> str:
+    """The end of an error on a wrong name: the nearest names, and all that are known."""
+    listed = list(dict.fromkeys(known))
+    return f"{nearest(name, listed)} choose from {', '.join(listed)}".lstrip()
 
 
 def refuse_removed(

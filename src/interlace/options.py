@@ -14,7 +14,7 @@ from dataclasses import InitVar, dataclass, fields
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
-from interlace.errors import OptionError
+from interlace.errors import OptionError, choose_from
 from interlace.strategies import REPLACED, StrategyName, names
 
 LONGEST_S = 30 * 86_400.0
@@ -54,10 +54,13 @@ GONE = {
 """Options that went, and what stands for each; errors name it for one release."""
 
 
-def _refuse_gone(values: Mapping[str, object]) -> None:
+def _refuse_unknown(values: Mapping[Any, object]) -> None:
+    known = sorted(field.name for field in fields(Options))
     for name in values:
         if name in GONE:
             raise OptionError(f"option {name} went. fix: use {GONE[name]}")
+        if name not in {*known, "time_out_s"}:
+            raise OptionError(f"unknown option {name!r}: {choose_from(str(name), known)}")
     asked = values.get("strategy")
     if isinstance(asked, str) and asked in REPLACED:
         raise OptionError(f"strategy {asked!r} went. fix: use strategy={REPLACED[asked]!r}")
@@ -124,8 +127,8 @@ class Options:
     """The former name of `timeout_s`, read for one release."""
 
     def __new__(cls, **values: object) -> Options:
-        """Refuses options that went, which `__init__` no longer knows."""
-        _refuse_gone(values)
+        """Refuses what `__init__` does not know, with the option that may be meant."""
+        _refuse_unknown(values)
         return object.__new__(cls)
 
     def __post_init__(self, time_out_s: float | None) -> None:
@@ -145,8 +148,8 @@ class Options:
         for name, choices in {"strategy": names(), **_CHOICES}.items():
             value = getattr(self, name)
             if not any(isinstance(value, type(c)) and value == c for c in choices):
-                listed = ", ".join(repr(choice) for choice in choices)
-                raise OptionError(f"option {name}={value!r}: choose one of {listed}")
+                names_of = choose_from(str(value), map(str, choices))
+                raise OptionError(f"option {name}={value!r}: {names_of}")
         if self.timeout_s is not None and not 0 < self.timeout_s <= LONGEST_S:
             raise OptionError(
                 f"option timeout_s={self.timeout_s!r}: give a number of seconds > 0, "
@@ -162,9 +165,5 @@ class Options:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Options:
         """Options from a mapping such as `torch.compile(options=...)`; unknown names raise."""
-        _refuse_gone(values)
-        known = {field.name for field in fields(cls)}
-        for name in values:
-            if name not in {*known, "time_out_s"}:
-                raise OptionError(f"unknown option {name!r}: known are {', '.join(sorted(known))}")
+        _refuse_unknown(values)  # first: a key may be no word
         return cls(**values)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from interlace.cost import Machine
-from interlace.errors import PassError
+from interlace.errors import PassError, choose_from
 from interlace.ir import Program, Remark
 from interlace.passes.find_sites import Analysis, FoundSite
 from interlace.passes.strategies.choose import Choice, Chooser, timed
@@ -57,8 +57,8 @@ class Decompose:
             fix = f"fix: use strategy={REPLACED[self.strategy]}"
             raise PassError(f"decompose: the strategy {self.strategy} went. {fix}")
         if self.strategy not in names():
-            known = ", ".join(names())
-            raise PassError(f"decompose: no strategy {self.strategy!r}: one of {known}")
+            known = choose_from(self.strategy, names())
+            raise PassError(f"decompose: no strategy {self.strategy!r}: {known}")
         known = [row.protocol for row in rows_of(self.strategy) if row.protocol is not None]
         if self.protocol is not None and self.protocol not in known:
             ways = " or ".join(known) or "no protocol to choose"

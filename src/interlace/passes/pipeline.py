@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 from interlace.cost import Machine
 from interlace.cost.choose import Estimate
-from interlace.errors import PassError
+from interlace.errors import PassError, choose_from
 from interlace.ir import Program, Remark, validate
 from interlace.ir.program import exchanged_sizes, no_collections
 from interlace.ir.sizes import MOST, deciding
@@ -223,20 +223,28 @@ def _make(node: ast.expr, machine: Machine | None) -> Pass:
     call = node if isinstance(node, ast.Call) else None
     name = ast.unparse(call.func if call else node)
     if name not in PASSES:
-        raise PassError(f"no pass named {name!r}: choose from {', '.join(PASSES)}")
+        raise PassError(f"no pass named {name!r}: {choose_from(name, PASSES)}")
     cls = PASSES[name]
     fields = {field.name: field for field in dataclasses.fields(cls)}
     known = [name for name, field in fields.items() if field.metadata.get("text", True)]
     given: dict[str, Any] = {}
     for option in (*call.args, *call.keywords) if call else ():
         if not isinstance(option, ast.keyword) or option.arg not in known:
-            listed = ", ".join(known) or "none"
             what = ast.unparse(option)
-            raise PassError(f"pass {name} has no option {what!r}; known are: {listed}")
+            fix = choose_from(what.partition("=")[0], known) if known else "it has none"
+            raise PassError(f"pass {name} has no option {what!r}: {fix}")
         given[option.arg] = _value(option.value)
+        _check_type(f"pass {name}: {option.arg}", fields[option.arg].type, given[option.arg])
     if machine is not None and "machine" in fields:
         given["machine"] = machine
     return cls(**given)
+
+
+def _check_type(option: str, kind: object, value: object) -> None:
+    """Raises PassError for an option whose value is of another type than its annotation says."""
+    fits = {"int": type(value) is int, "str": isinstance(value, str)}
+    if not fits.get(str(kind), value is None or isinstance(value, tuple) == ("tuple" in str(kind))):
+        raise PassError(f"{option}={spell_value(value)}: give a value of type {kind}")
 
 
 def _value(node: ast.expr) -> object:
@@ -246,4 +254,7 @@ def _value(node: ast.expr) -> object:
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
-    return text if isinstance(node, ast.Name) else ast.literal_eval(node)
+    try:
+        return text if isinstance(node, ast.Name) else ast.literal_eval(node)
+    except ValueError:
+        raise PassError(f"{text!r} is no value: give a word, a number or a list") from None

@@ -12,7 +12,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from interlace.errors import PassError
+from interlace.errors import PassError, choose_from
 from interlace.ir import (
     Arg,
     AsStrided,
@@ -43,10 +43,13 @@ class PlaceResharding:
     position: str = "auto"
     """Where a gather stands: `before` the computation, `after` it, or where fewer bytes move."""
 
+    def __post_init__(self) -> None:
+        if self.position not in (known := ("auto", "before", "after")):
+            fix = choose_from(self.position, known)
+            raise PassError(f"place_resharding: position={self.position!r}: {fix}")
+
     def run(self, program: Program) -> Program:
         """The Program with its gathers moved, and its sites found again if any was."""
-        if self.position not in ("auto", "before", "after"):
-            raise PassError(f"place_resharding: position={self.position!r}; auto, before or after")
         remarks: list[Remark] = []
         moving = True
         while moving:

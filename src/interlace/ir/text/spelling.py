@@ -9,7 +9,6 @@ written as a string: `wait("end of step")`, `buffer["layers.0.x"][tp.rank]`.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import keyword
 import re
@@ -17,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from interlace.errors import nearest
 from interlace.ir.ops import Scalar
 from interlace.ir.types import DType
 
@@ -30,10 +30,6 @@ RESERVED = frozenset(
 """Words that mean something of their own where a name may stand."""
 
 
-NEAR = 8
-"""Names whose lengths differ by more are not suggested."""
-MANY, LONG = 5_000, 60
-"""Names that a hint compares, and characters of one: comparing takes its time."""
 WIDEST = 400
 """Characters of a line that an excerpt shows."""
 WIDTH = 120
@@ -106,10 +102,8 @@ def lines_of(text: str) -> list[str]:
 def did_you_mean(name: str, known: Iterable[str], what: str = "known") -> str:
     """A hint for a name that is not there: the nearest ones, or the first few that are."""
     names = sorted(set(known))
-    close = [found for found in names if abs(len(found) - len(name)) <= NEAR][:MANY]
-    near = difflib.get_close_matches(name, close, n=2, cutoff=0.6) if len(name) <= LONG else []
-    if near:
-        return f"did you mean {' or '.join(repr(found) for found in near)}?"
+    if near := nearest(name, names):
+        return near
     if not names:
         return f"{what}: none"
     shown = ", ".join(visible(found) for found in names[:12]) + (", ..." if len(names) > 12 else "")
