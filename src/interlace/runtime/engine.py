@@ -93,7 +93,7 @@ class GraphUse:
     saved: frozenset[int] = frozenset()
     """Results, by number, that the caller keeps beyond the next runs, as for a backward."""
     handed: frozenset[int] = frozenset()
-    """Those of `saved` that nobody has but one later run, which may free them."""
+    """Results in `saved` that nobody has but one later run, which may free them."""
 
 
 @dataclass(frozen=True, slots=True)
