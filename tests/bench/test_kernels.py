@@ -47,7 +47,7 @@ def invoked(*args: str) -> Any:
 @pytest.mark.usefixtures("launched_on_pool")
 @pytest.mark.parametrize("only", ["adam", pytest.param("adam,host", marks=pytest.mark.slow)])
 def test_the_command_writes_rows(only: str, tmp_path: Path) -> None:
-    args = ("--only", only, "--seconds", "8", "--out", str(tmp_path))
+    args = ("--only", only, "--seconds", "12", "--out", str(tmp_path))
     args += ("--world", "2", "--seconds", "60") if "host" in only else ()
     done = invoked(*args, "--json", "--commit", "abc")
     assert done.exit_code == 0, done.stderr
@@ -77,7 +77,7 @@ def test_the_command_writes_rows(only: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("launched_on_pool")
 def test_the_command_as_a_table(tmp_path: Path) -> None:
-    done = invoked("--only", "grouped", "--seconds", "4", "--out", str(tmp_path), "--verbose")
+    done = invoked("--only", "grouped", "--seconds", "6", "--out", str(tmp_path), "--verbose")
     assert done.exit_code == 0, done.output
     assert "grouped 4x48x16x32 even f32 forward+backward" in done.stdout
     assert f"wrote {tmp_path}/kernels.csv" in done.stdout

@@ -42,9 +42,7 @@ class Benchmark:
     module: str
     help: str
     columns: str
-    """Headings, each with the format of a row's cell."""
-    place: str
-    """Format that names a row."""
+    """Headings, each with the format of a row's cell; those without figures name a row."""
 
     @property
     def cells(self) -> dict[str, str]:
@@ -60,7 +58,6 @@ BENCHMARKS = (
         columns="""
         kind: {kind} | who: {pattern} | bytes: {nbytes} | backend: {backend} |
         by: {protocol} | us: {us:.1f} | GB/s: {gbs:.3g}""",
-        place="{kind} {backend} {pattern} {nbytes}",
     ),
     Benchmark(
         settings=of.OverlapSettings,
@@ -72,7 +69,6 @@ BENCHMARKS = (
         chosen: {chosen} | median us: {median_us:.1f} | p90 us: {p90_us:.1f} |
         host us: {host_us:.1f} | x eager: {speedup_eager:.2f} |
         x graph: {speedup_graph:.2f} | R: {r:.3f} | MHz: {sm_mhz:.0f}""",
-        place="{op} {m},{k},{n} {strategy} {mode}",
     ),
     Benchmark(
         settings=of.LayerSettings,
@@ -83,7 +79,6 @@ BENCHMARKS = (
         step: {step} | way: {way} | rows: {rows} | median us: {median_us:.1f} |
         p90 us: {p90_us:.1f} | host us: {host_us:.1f} | device us: {device_us:.1f} |
         x inductor: {speedup:.2f} | MHz: {sm_mhz:.0f}""",
-        place="{step} {way}",
     ),
     Benchmark(
         settings=of.TransformerSettings,
@@ -103,7 +98,6 @@ BENCHMARKS = (
         exposed: {exposed_ms:.3f} | share: {exposed_share:.1%} |
         x nccl: {speedup:.3f} | GiB: {peak_bytes_gib:.2f} |
         torch's: {torch_peak_bytes_gib:.2f} | at rest: {rest_bytes_gib:.2f}""",
-        place="{layers} {form} {way}",
     ),
     Benchmark(
         settings=of.KernelSettings,
@@ -117,7 +111,6 @@ BENCHMARKS = (
         x torch: {speedup_torch:.2f} | peak GiB: {peak_bytes_gib:.2f} |
         state GiB: {state_bytes_gib:.2f} | off: {off:.2f} |
         MHz: {sm_mhz:.0f}""",
-        place="{op} {shape} {dtype} {way}",
     ),
     Benchmark(
         settings=of.OptimizerSettings,
@@ -132,7 +125,6 @@ BENCHMARKS = (
         way: {way} | step ms: {step_ms:.2f} | p90: {p90_ms:.2f} |
         exposed: {exposed_ms:.2f} | of all gathers: {exposed_share:.1%} |
         x no gather: {over_no_gather:.3f} | peak GiB: {peak_bytes_gib:.3f}""",
-        place="{way}",
     ),
 )
 
@@ -195,7 +187,8 @@ def conclude(benchmark: Benchmark, settings: of.BenchSettings) -> None:
         if failed:
             say("\nnot timed:")
         for row in failed:
-            say(f"  {benchmark.place.format_map(row)}: {row['error']}")
+            words = [form.format_map(row) for form in benchmark.cells.values() if ":" not in form]
+            say(f"  {' '.join(filter(None, words))}: {row['error']}")
         if report.get("skipped"):
             say(f"no time left for: {'; '.join(report['skipped'])}")
         if verdicts:
