@@ -49,7 +49,8 @@ def late_to_train(late: int) -> tuple[list[str], bool]:
         loss.backward()
         return loss.item(), bits(gradients(model))
 
-    want, options = step(model), {"timeout_s": TRACED_S}
+    options: Any = {"timeout_s": TRACED_S}
+    want = step(model)
     call: Any = torch.compile(model, backend=backend, options=options, fullgraph=True)
     told = attempts(lambda: call(x), late)
     got = step(call)
