@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from interlace.float8 import E4M3, Recipe, quantize
-from interlace.ir import Fused, FusedKernel, Get, parse
+from interlace.ir import Fused, FusedKernel, Get, kernels, parse
 from interlace.options import Options
 from interlace.passes import lower, take_turns
 from interlace.passes.strategies import pieces as pieces_file
@@ -90,7 +90,8 @@ def compare(steps: int, seed: int) -> tuple[list[list[str]], list[int]]:
     # Own rows in pieces as well, summed while others are made, and puts in turn, as large ones are.
     pieces = {"strategy": "fused"}
     cut = mock.patch.multiple(pieces_file, BESIDE_BYTES=1, TILE_ROWS=1, GROUP_ROWS=1)
-    with cut, mock.patch.object(take_turns, "TURN_BYTES", 1):
+    tiles = mock.patch.object(kernels, "TILE_ROWS", 1)
+    with cut, tiles, mock.patch.object(take_turns, "TURN_BYTES", 1):
         beside, _ = train(pieces, steps, seed)
         beside_in_order, _ = train({**pieces, "in_order": True}, steps, seed)
     found = (trace, beside, beside_in_order)
@@ -119,7 +120,7 @@ def in_slabs(seed: int, fetched: bool) -> list[str]:
     """On one rank: which of some all-reduces in slabs, with a bias, are off, or have other bits in
     order. `fetched`: the last slab as well goes back by copies."""
     size = torch.distributed.get_world_size()
-    rows, wrong = 12 * size, list[str]()
+    rows, wrong = 512 * size, list[str]()
     small: dict[str, Any] = {
         "SLAB_FLOPS": 1,
         "SLAB_BYTES": 1,
