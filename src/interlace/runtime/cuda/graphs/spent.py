@@ -1,22 +1,25 @@
 """Memory of what forward saved, for the results of the backward that frees it.
 
-    handed = handed_memory(device)              # storages of results that one later run frees
-    homes = homes_in(program, sizes, spent)     # {"dw": Home(storage=.., start=4096)}
+    note_handed(storage)                        # in the graphs of a forward
+    homes = homes_in(program, sizes, spent)     # {"dw": Span(storage=.., start=4096, stop=..)}
 
 Note [Memory of what was saved]
     Gradients are as large as the parameters, and by the time that the last of them are computed
     most of what forward saved has been read. So results of a backward lie where inputs lay that its
-    Program frees before: all uses of such an input come before its Free, all uses of a result after
-    the op that declares it, and both stand on one stream. That holds only for inputs that nobody
-    else has: what a forward graph saved and handed to nobody but AOTAutograd (`GraphUse.handed`,
-    one storage a pair), and a backward that is the last one of its graph (`boxed`; `retain_graph`
-    runs one whose results have memory of their own). Results hold that storage as what was saved
-    did, so the forward is not replayed while one of them is referenced.
+    Program frees before. All uses of such an input come before its Free, and all writes of the
+    result behind that on the same stream, so no other order is needed. A result that several
+    streams write has memory of its own: its Alloc orders none of them.
+
+    That holds only for inputs that nobody else has: what a forward graph saved and handed to nobody
+    but AOTAutograd (`GraphUse.handed`, one storage a pair), and a backward that is the last one of
+    its graph (`boxed`; `retain_graph` runs one whose results have memory of their own). Results
+    hold that storage as what was saved did, so the forward is not replayed while one of them is
+    referenced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -29,7 +32,7 @@ from interlace.ir import Program
 
 @cache
 def handed_memory(device: torch.device) -> dict[int, StorageWeakRef]:
-    """Storages of a process's graphs that hold nothing but what forwards saved."""
+    """Storages of a process's graphs that forwards handed to their backwards, by pointer."""
     return {}
 
 
@@ -43,8 +46,8 @@ def is_handed(tensor: torch.Tensor) -> bool:
 def note_handed(storage: torch.UntypedStorage) -> None:
     """Has a storage known as one of such memory for as long as it lives."""
     known = handed_memory(storage.device)
-    for pointer in [pointer for pointer, ref in known.items() if ref.expired()]:
-        del known[pointer]
+    for pointer in [pointer for pointer, ref in list(known.items()) if ref.expired()]:
+        known.pop(pointer, None)  # another thread may be here, too
     known[storage._cdata] = StorageWeakRef(storage)
 
 
@@ -78,28 +81,35 @@ def homes_in(
 ) -> dict[str, Span]:
     """Places of results (bytes by name) in the memory of inputs: Note [Memory of what was saved].
     Those that fit nowhere are left out."""
-    held, homes = dict(spent), dict[str, Span]()
+    writers: dict[str, set[str]] = {}
+    for op in program.ops:
+        for access in op.writes():
+            writers.setdefault(access.view.buffer, set()).add(op.stream)
+    streams, homes = dict[str, str](), dict[str, Span]()
     free: dict[str, list[Span]] = {}
     for op in program.ops:
         gaps = free.setdefault(op.stream, [])
         freed = op.ordering().frees
-        if freed is not None and freed in held:
-            gaps[:] = _joined([*gaps, *_without([held.pop(freed)], held.values())])
+        if freed is not None and freed in spent:
+            streams[freed] = op.stream
+            used = [span for name, span in spent.items() if streams.get(name) != op.stream]
+            gaps[:] = _joined([*gaps, *_without([spent[freed]], used)])
         for buffer in op.declares():
             size = aligned(sizes.get(buffer.name, 0))
-            fitting = [gap for gap in gaps if size and gap.stop - gap.start >= size]
-            if not fitting:
-                continue
-            gap = min(fitting, key=lambda gap: gap.stop - gap.start)
-            homes[buffer.name] = home = Span(gap.storage, gap.start, gap.start + size)
-            gaps[gaps.index(gap) :] = [*gap.without(home), *gaps[gaps.index(gap) + 1 :]]
+            alone = writers.get(buffer.name, set()) <= {op.stream}
+            fitting = [gap for gap in gaps if aligned(gap.start) + size <= gap.stop]
+            if size and alone and fitting:
+                gap = min(fitting, key=lambda gap: gap.stop - gap.start)
+                home = Span(gap.storage, aligned(gap.start), aligned(gap.start) + size)
+                homes[buffer.name], gaps[:] = home, _without(gaps, [home])
     return homes
 
 
-def _without(spans: list[Span], others: Iterable[Span]) -> list[Span]:
+def _without(spans: Sequence[Span], others: Iterable[Span]) -> list[Span]:
+    parts = list(spans)
     for other in others:
-        spans = [part for span in spans for part in span.without(other)]
-    return spans
+        parts = [rest for part in parts for rest in part.without(other)]
+    return parts
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
