@@ -90,7 +90,8 @@ def imported(graph: Graph) -> Imported:
 
 def run(of: Imported, args: Sequence[Any]) -> list[Any]:
     """The graph's outputs, computed from the Program op by op."""
-    (results,) = run_ranks(of.program, [of.to_inputs(args)], in_order=True)
+    inputs = of.completed([args[place] for place in of.inputs])
+    (results,) = run_ranks(of.program, [inputs], in_order=True)
     return of.to_outputs(list(results), args)
 
 

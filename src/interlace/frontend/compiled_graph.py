@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from interlace.errors import SizeError
 from interlace.frontend.binding import Bound, bind, with_regions
 from interlace.frontend.caches import Shelf
-from interlace.frontend.calling.arguments import Imported, has_signature, signature
+from interlace.frontend.calling.arguments import Imported, signature
 from interlace.frontend.calling.forwards import Forwards
 from interlace.frontend.dynamo import GraphOrigin
 from interlace.frontend.importing.exchanges import GraphPlaces, KnownPlaces, communications
@@ -138,27 +138,44 @@ class CompiledGraph:
         return self._call(args) if self.observer is None else self.observer(self._call, args)
 
     def _call(self, args: Boxed) -> Sequence[object]:
+        last, backward = self._shelf.last, self.kind == "backward"
+        if last is None or self.setting.places.traced:
+            return self._call_anew(args)
+        (others, facts), bound, at = last
+        if others and signature([args[place] for place in others]) != facts:
+            return self._call_anew(args)
+        origin = self.setting.forwards.origin(args) if backward else None
+        results = bound.run(args, at, origin, backward, True)
+        if results is None:
+            return self._call_anew(args)
+        if self.kind == "forward":
+            self.setting.forwards.note(results)
+        args.clear()
+        return results
+
+    def _call_anew(self, args: Boxed) -> Sequence[object]:
+        """A call that differs from the one before in what the Program depends on: sizes, strides,
+        element types or numbers. The Executor compares those of the tensors that it takes."""
         if self._run is None and self.unscheduled:
             self._shelf.clear()
             self._run = boxed_nop(self._gm, [])
         if self._run is not None:
             return self._run(args)
-        last = self._shelf.last
-        if last is None or not has_signature(args, last[0]):
-            key = signature(args)
-            found = self._for(key, args)
-            if found is None:  # it is unscheduled from now on
-                return self._call(args)
-            self._shelf.last = last = (key, *found)
-        given = list(args)
-        args.clear()
-        _, bound, symbols = last
-        forwards = self.setting.forwards
-        boxed = self.kind == "backward"
-        origin = forwards.origin(given) if boxed else None
-        results = bound.run(given, symbols, origin, boxed)
+        found = self._for(signature(args), args)
+        if found is None:  # it is unscheduled from now on
+            return self._call_anew(args)
+        self._shelf.last, (bound, symbols) = None, found
+        taken, at = {*bound.imported.inputs}, bound.at(symbols)
+        known = [isinstance(arg, torch.Tensor | bool | int | float) for arg in args]
+        others = [place for place, is_known in enumerate(known) if is_known and place not in taken]
+        facts, backward = signature([args[place] for place in others]), self.kind == "backward"
+        origin = self.setting.forwards.origin(args) if backward else None
+        results = bound.run(args, at, origin, backward)
+        assert results is not None
+        self._shelf.last = (others, facts), bound, at
         if self.kind == "forward":
-            forwards.note(results)
+            self.setting.forwards.note(results)
+        args.clear()
         return results
 
     @property
@@ -292,4 +309,12 @@ class CompiledGraph:
         saved = [number for number in outputs if isinstance(number, int)]
         args = [imported.program.returned()[number] for number in saved]
         forwards.saved_inputs = [arg.buffer in moving for arg in args if isinstance(arg, View)]
+        buffers, returned = imported.program.buffers(), imported.program.returned()
+        made = [
+            isinstance(number, int)
+            and isinstance(arg := returned[number], View)
+            and buffers[arg.buffer].kind == "fresh"
+            for number in outputs
+        ]
+        forwards.marks = slice(made.index(True), made.index(True) + 1) if any(made) else slice(None)
         return GraphUse(frozenset(moving), frozenset(saved))

@@ -16,7 +16,7 @@ uses them imports. Private attributes of a user's own objects (`tensor._version`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -155,9 +155,14 @@ def process_groups() -> list[dist.ProcessGroup]:
     return [*dist.distributed_c10d._world.pg_map]
 
 
+def live_groups() -> Container[dist.ProcessGroup | None]:
+    """The process groups of this process, now and whenever it is looked at."""
+    return dist.distributed_c10d._world.pg_map
+
+
 def is_process_group(group: dist.ProcessGroup | None) -> bool:
     """True if a process group lives in this process."""
-    return group in dist.distributed_c10d._world.pg_map
+    return group in live_groups()
 
 
 def default_group() -> dist.ProcessGroup:

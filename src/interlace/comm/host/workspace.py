@@ -2,8 +2,8 @@
 
     demand = Demand(signals=("ready",), stage_nbytes=4096)
     space = Workspace(team, "forward", demand, timeout_s=60)      # all ranks, together
-    space.notify("ready", member=1, value=2)
-    space.expect("ready", member=1, value=2, wait=wait)
+    space.notify(space.notifier("ready", members=(1,)), value=2)
+    space.expect(space.awaited("ready", members=(1,)), (1,), value=2, wait=wait)
 
 Every rank has one segment: cells that count, then bytes. Its layout may differ from rank to rank,
 so each tells it to the others. Stamps carry the number of the run and are never reset.
@@ -31,7 +31,7 @@ class Demand:
 
 class Workspace:
     def __init__(self, team: TeamComm, topic: str, demand: Demand, timeout_s: float) -> None:
-        self.team, size = team, team.size
+        self.team, self._control, size = team, team.control, team.size
         if team.apart:  # which may ask for nothing that is here
             return
         first = {name: 1 + i * size for i, name in enumerate(demand.signals)}
@@ -53,22 +53,26 @@ class Workspace:
 
     def notify(self, cells: list[tuple[memoryview, int]], value: int) -> None:
         """Raises a signal, after everything that came before it."""
-        mark = stamp(self.team.control.run, value)
+        mark = stamp(self._control.run, value)
         fence()
         for cell, at in cells:
             cell[at] = mark
 
-    def expect(self, signal: str, members: tuple[int, ...], value: int, wait: BoundedWait) -> None:
-        """Returns when all these members have raised `signal` to `value` in this run."""
-        control, mine = self.team.control, self._cells[self.team.me]
-        mark = stamp(control.run, value)
-        first = self._notes[self.team.me]["signals"][signal]
-        for member in members:
-            at = first + member
-            if mine[at] < mark:
-                control.meet(member, wait)
-                wait.until(lambda at=at: mine[at] >= mark, lambda m=member: control.where([m]))
-        fence()
+    def awaited(self, signal: str, members: tuple[int, ...]) -> list[tuple[memoryview, int]]:
+        """The cells by which these members raise `signal` here."""
+        first, mine = self._notes[self.team.me]["signals"][signal], self._cells[self.team.me]
+        return [(mine, first + member) for member in members]
+
+    def expect(
+        self,
+        cells: list[tuple[memoryview, int]],
+        members: tuple[int, ...],
+        value: int,
+        wait: BoundedWait,
+    ) -> None:
+        """Returns when all these members have raised the signal to `value` in this run."""
+        where = lambda late: self._control.where([members[n] for n in late])  # noqa: E731
+        wait.for_marks(cells, stamp(self._control.run, value), where)
 
     def arrived(self, mark: int) -> None:
         """This rank's staging area holds what it gives to the collective with this stamp."""
@@ -76,8 +80,5 @@ class Workspace:
         self._cells[self.team.me][ARRIVED] = mark
 
     def await_arrivals(self, mark: int, wait: BoundedWait) -> None:
-        def missing() -> str:
-            late = [i for i, cells in enumerate(self._cells) if cells[ARRIVED] < mark]
-            return self.team.control.where(late)
-
-        wait.until(lambda: all(cells[ARRIVED] >= mark for cells in self._cells), missing)
+        cells = [(each, ARRIVED) for each in self._cells]
+        wait.for_marks(cells, mark, self._control.where)

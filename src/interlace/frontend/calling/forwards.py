@@ -6,8 +6,8 @@
 Layers alike share one compiled graph, and autograd may go backward through them in another order on
 each rank. So the runs of a forward graph are counted, and a backward pass that communicates carries
 the number of its own (`origin` of `Executor.run`). AOTAutograd hands nothing on but what is saved,
-so a pass is known by the storages of all that it saved. Where hooks pack what is saved (to offload
-it, say) the number is not found, on all ranks alike.
+so a pass is known by the storage of a tensor that it made and saved, or of all where it made none.
+Where hooks pack what is saved (to offload it, say) the number is not found, on all ranks alike.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from interlace.comm import num_resets
+from interlace.comm import counts
 
 MOST = 4096
 """Forward passes whose backward is still to come; the number of an earlier one is not found."""
@@ -33,6 +33,8 @@ class Forwards:
         self.saved_inputs: Sequence[bool] = ()
         """For each tensor among these, true if it is an input of forward, or a view of one, that
         lies elsewhere in each call."""
+        self.marks = slice(None)
+        """Which of the values that backward takes tell one pass from another."""
         self.are_counted = False
         """True if backward communicates; else no pass need be known."""
         self._number = self._resets = 0
@@ -44,12 +46,12 @@ class Forwards:
         """A forward pass was run."""
         if not self.are_counted:
             return
-        if (resets := num_resets()) != self._resets:  # ranks may have counted apart until then
+        if (resets := sum(counts.values())) != self._resets:  # until then ranks may count apart
             self._resets, self._number, self._numbers = resets, 0, {}
         self._number += 1
         if len(self._numbers) >= 2 * MOST:
             self._numbers = {k: item for k, item in self._numbers.items() if self._lasts(*item)}
-        saved = _storages(results[len(results) - self.num_saved :])
+        saved = self._storages(results[len(results) - self.num_saved :])
         key = frozenset([storage._cdata for storage in saved])
         self._numbers[key] = self._number, [*map(StorageWeakRef, saved)]
 
@@ -58,7 +60,7 @@ class Forwards:
         None where it need not be."""
         if not self.are_counted:
             return None
-        key = frozenset([storage._cdata for storage in _storages(args[: self.num_saved])])
+        key = frozenset([storage._cdata for storage in self._storages(args[: self.num_saved])])
         number, storages = self._numbers.get(key, (-MOST, []))
         return f"of forward {number}" if self._lasts(number, storages) else ""
 
@@ -66,8 +68,7 @@ class Forwards:
         recent = self._number - MOST < number <= self._number
         return recent and not any(storage.expired() for storage in storages)
 
-
-def _storages(values: Sequence[object]) -> list[torch.UntypedStorage]:
-    """The storages of plain tensors."""
-    plain = [v for v in values if type(v) is torch.Tensor or type(v) is torch.nn.Parameter]
-    return [tensor.untyped_storage() for tensor in plain]
+    def _storages(self, saved: Sequence[object]) -> list[torch.UntypedStorage]:
+        """The storages of plain tensors among those that tell one pass from another."""
+        plain = torch.Tensor, torch.nn.Parameter
+        return [v.untyped_storage() for v in saved[self.marks] if type(v) in plain]  # pyright: ignore

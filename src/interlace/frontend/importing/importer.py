@@ -2,7 +2,7 @@
 
     imported = import_graph(gm, name="forward", teams=teams)
     print(imported.program)
-    results = executor.run(imported.to_inputs(args))
+    results = executor.run(imported.completed([args[place] for place in imported.inputs]))
     outputs = imported.to_outputs(results, args)
 
 Compute nodes become Calls that make their own results; aten view operators become steps of Views

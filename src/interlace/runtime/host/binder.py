@@ -83,8 +83,9 @@ class HostBinder:
                 return lambda: space.notify(cells, value)
             case ir.Expect():
                 space, wait = self.resources.spaces[op.team], self.wait_of(index)
-                facts = op.signal, self.plan.members(op.team, op.peer), op.value
-                return lambda: space.expect(*facts, wait)
+                members, value = self.plan.members(op.team, op.peer), op.value
+                cells = space.awaited(op.signal, members)
+                return lambda: space.expect(cells, members, value, wait)
             case ir.Alloc() | ir.Free():
                 return None  # its memory is there, and stays
             case _:
@@ -110,15 +111,15 @@ class HostBinder:
         return run
 
     def take(self, index: int, name: str) -> Thunk:
-        slot, uses, wait = self.resources.slots[name], self.resources.uses, self.wait_of(index)
+        slot, takes, wait = self.resources.slots[name], self.resources.takes, self.wait_of(index)
         control = self.resources.teams[self.plan.takes[name]].control
-        return lambda: slot.take(uses[name], wait, control.where)
+        return lambda: slot.take(takes[name], wait, control.where)
 
     def free(self, name: str) -> Thunk:
         """Gives back the slot of a symmetric buffer, or lets go of a fresh one or of an input."""
         if self.plan.buffers[name].kind == "symmetric":
-            slot, uses = self.resources.slots[name], self.resources.uses
-            return lambda: slot.free(uses[name])
+            slot, takes = self.resources.slots[name], self.resources.takes
+            return lambda: slot.free(takes[name])
         items, places = self.values.items, self.values.family(name)
 
         def run() -> None:

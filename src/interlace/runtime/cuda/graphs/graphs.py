@@ -49,7 +49,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from interlace.comm import Use
 from interlace.comm.cuda.driver import uncollected
 from interlace.comm.cuda.nccl import leave_unregistered
 from interlace.comm.cuda.words import CudaSpace
@@ -352,7 +351,7 @@ class Graphs:
         made = {name: values.family(name)[0] for name in homes.keys() - first.keys()}
         try:
             given = outputs | first | dict(named)
-            values.begin(given, dict.fromkeys(context.plan.takes, Use(turn, 0)))
+            values.begin(given, dict.fromkeys(context.plan.takes, turn))
             binding.issue(int(self.memory.stream.cuda_stream), self._entry)
             for name, place in made.items():
                 if (item := values.items[place]) is not None:  # else its Call left it out
