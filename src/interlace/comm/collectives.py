@@ -37,12 +37,12 @@ Moves = Callable[[torch.Tensor, torch.Tensor, BoundedWait], None]
 """A `Run` whose tensors are there where its kind says so, which a Program keeps to."""
 
 _OPS = {"sum": "SUM", "avg": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
-_REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": torch.add,
-    "avg": torch.add,
-    "prod": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
+_REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "sum": torch.Tensor.add_,
+    "avg": torch.Tensor.add_,
+    "prod": torch.Tensor.mul_,
+    "min": lambda total, part: torch.minimum(total, part, out=total),
+    "max": lambda total, part: torch.maximum(total, part, out=total),
 }
 _TYPES = {
     torch.float64,
@@ -318,7 +318,7 @@ def reduce_into(
     wide = accumulator(out.dtype)
     total = parts[0].to(wide, copy=True)
     for part in parts[1:]:
-        _REDUCTIONS[reduce](total, part.to(wide), out=total)
+        _REDUCTIONS[reduce](total, part.to(wide))
     if reduce == "avg":
         total /= len(parts)
     out.copy_(total)

@@ -21,7 +21,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 
-from interlace.comm.host.signals import BoundedWait, fence, order_cells, stamp
+from interlace.comm.host.signals import BoundedWait, fence, order_cells, tell
 from interlace.comm.rendezvous.board import named
 from interlace.comm.rendezvous.liveness import PROBE_EVERY_S, PeerProcess
 from interlace.errors import AgreementError, InterlaceError, PeerError
@@ -280,9 +280,8 @@ class Control:
 
     def reach(self, backend: int, count: int, wait: BoundedWait) -> None:
         """Returns when every rank got to collective number `count` of this run: a rendezvous."""
-        mark = stamp(self.run, count)
-        fence()
-        self._mine[REACHED + backend] = mark
+        mark = self.run << VALUE_BITS | count
+        tell(self._reached[backend][self.me : self.me + 1], mark)
         wait.for_marks(self._reached[backend], mark, self.where)
         for peer in range(len(self.ranks)):
             self.meet(peer, wait)

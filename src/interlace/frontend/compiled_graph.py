@@ -309,12 +309,7 @@ class CompiledGraph:
         saved = [number for number in outputs if isinstance(number, int)]
         args = [imported.program.returned()[number] for number in saved]
         forwards.saved_inputs = [arg.buffer in moving for arg in args if isinstance(arg, View)]
-        buffers, returned = imported.program.buffers(), imported.program.returned()
-        made = [
-            isinstance(number, int)
-            and isinstance(arg := returned[number], View)
-            and buffers[arg.buffer].kind == "fresh"
-            for number in outputs
-        ]
+        buffers = imported.program.buffers()
+        made = [buffers[arg.buffer].kind == "fresh" for arg in args if isinstance(arg, View)]
         forwards.marks = slice(made.index(True), made.index(True) + 1) if any(made) else slice(None)
         return GraphUse(frozenset(moving), frozenset(saved))

@@ -12,7 +12,7 @@ made. A call reads its arguments by place, so the hot path makes no view and loo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -323,14 +323,9 @@ class ValueTable:
 
     def begin(self, given: Mapping[str, torch.Tensor], takes: Mapping[str, int]) -> None:
         """Fills in what this run was given, its slots' copies and the buffers it allocates."""
-        self.takes = takes
         for name, tensor in given.items():
             self.bind(name, tensor)
-        for place, (name, pair) in self._symmetric.items():
-            self.items[place] = pair[takes[name] & 1]
-        for name, make in self.allocated.items():
-            if name not in given:
-                self.bind(name, make())
+        self._fill(takes, given)
 
     def start(self, tensors: Sequence[torch.Tensor], takes: Mapping[str, int]) -> None:
         """`begin` for the tensors of all inputs, and then outputs, in the Program's order."""
@@ -339,8 +334,16 @@ class ValueTable:
         for family in self._viewed:
             for place, box in family.views.items():
                 items[place] = derive(items[family.place], box)
-        if takes or self._symmetric or self.allocated:
-            self.begin({}, takes)
+        if takes or self.allocated:
+            self._fill(takes, ())
+
+    def _fill(self, takes: Mapping[str, int], given: Container[str]) -> None:
+        self.takes = takes
+        for place, (name, pair) in self._symmetric.items():
+            self.items[place] = pair[takes[name] & 1]
+        for name, make in self.allocated.items():
+            if name not in given:
+                self.bind(name, make())
 
     def bind(self, name: str, tensor: torch.Tensor) -> None:
         family, items = self._families[name], self.items

@@ -55,6 +55,13 @@ def fence() -> None:
     lock.acquire()
 
 
+def tell(cells: Sequence[tuple[Cells, int]], mark: int) -> None:
+    """Writes a mark into these cells, after everything that came before."""
+    fence()
+    for cell, at in cells:
+        cell[at] = mark
+
+
 def _nothing() -> None:
     pass
 
@@ -122,7 +129,10 @@ class BoundedWait:
         return fence()
 
     def for_marks(
-        self, cells: Sequence[tuple[Cells, int]], mark: int, missing: Callable[[list[int]], str]
+        self,
+        cells: Sequence[tuple[Cells, int]],
+        mark: int,
+        missing: Callable[[list[int]], str] | None = None,
     ) -> None:
         """Returns when each of these cells has come to `mark`; `missing` tells of those that have
         not, by their numbers."""
@@ -135,7 +145,7 @@ class BoundedWait:
         def late() -> list[int]:
             return [n for n, (cell, at) in enumerate(cells) if cell[at] < mark]
 
-        return self.until(lambda: not late(), lambda: missing(late()))
+        return self.until(lambda: not late(), missing and (lambda: missing(late())))
 
     def result_of(self, call: Errand[T], missing: Callable[[], str]) -> T:
         """The result of a call once it is back. To be woken costs less than to look, and spins

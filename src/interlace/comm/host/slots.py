@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from interlace.comm.host.shared_memory import PAGE, Segment, align, share
-from interlace.comm.host.signals import BoundedWait, fence
+from interlace.comm.host.signals import BoundedWait, tell
 from interlace.comm.rendezvous.board import Board
 
 Members = Callable[[list[int]], str]
@@ -45,9 +45,7 @@ class Slot:
         wait.for_marks(self._cells[number % 2], number // 2, missing)
 
     def free(self, number: int) -> None:
-        fence()
-        cell, at = self._cells[number % 2][self.me]
-        cell[at] = number // 2 + 1
+        tell([self._cells[number % 2][self.me]], number // 2 + 1)
 
     def reset(self) -> None:
         self.takes = 0

@@ -2,8 +2,8 @@
 
     demand = Demand(signals=("ready",), stage_nbytes=4096)
     space = Workspace(team, "forward", demand, timeout_s=60)      # all ranks, together
-    space.notify(space.notifier("ready", members=(1,)), value=2)
-    space.expect(space.awaited("ready", members=(1,)), (1,), value=2, wait=wait)
+    tell(space.raised("ready", members=(1,)), stamp(run, 2))
+    wait.for_marks(space.awaited("ready", members=(1,)), stamp(run, 2), missing)
 
 Every rank has one segment: cells that count, then bytes. Its layout may differ from rank to rank,
 so each tells it to the others. Stamps carry the number of the run and are never reset.
@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from interlace.comm.host.shared_memory import PAGE, align, share
-from interlace.comm.host.signals import BoundedWait, fence, stamp
+from interlace.comm.host.signals import BoundedWait, tell
 from interlace.comm.rendezvous.board import Note
 from interlace.comm.teams import TeamComm
 
@@ -31,7 +31,7 @@ class Demand:
 
 class Workspace:
     def __init__(self, team: TeamComm, topic: str, demand: Demand, timeout_s: float) -> None:
-        self.team, self._control, size = team, team.control, team.size
+        self.team, size = team, team.size
         if team.apart:  # which may ask for nothing that is here
             return
         first = {name: 1 + i * size for i, name in enumerate(demand.signals)}
@@ -45,40 +45,21 @@ class Workspace:
         members = zip(shared.segments, shared.notes, strict=True)
         self.stages = [segment.bytes(*told["stage"]) for segment, told in members]
 
-    def notifier(self, signal: str, members: tuple[int, ...]) -> list[tuple[memoryview, int]]:
+    def raised(self, signal: str, members: tuple[int, ...]) -> list[tuple[memoryview, int]]:
         """The cells that raise `signal` on these members; a member that never looks has none."""
         firsts = [(member, self._notes[member]["signals"].get(signal)) for member in members]
         me = self.team.me
         return [(self._cells[member], first + me) for member, first in firsts if first is not None]
-
-    def notify(self, cells: list[tuple[memoryview, int]], value: int) -> None:
-        """Raises a signal, after everything that came before it."""
-        mark = stamp(self._control.run, value)
-        fence()
-        for cell, at in cells:
-            cell[at] = mark
 
     def awaited(self, signal: str, members: tuple[int, ...]) -> list[tuple[memoryview, int]]:
         """The cells by which these members raise `signal` here."""
         first, mine = self._notes[self.team.me]["signals"][signal], self._cells[self.team.me]
         return [(mine, first + member) for member in members]
 
-    def expect(
-        self,
-        cells: list[tuple[memoryview, int]],
-        members: tuple[int, ...],
-        value: int,
-        wait: BoundedWait,
-    ) -> None:
-        """Returns when all these members have raised the signal to `value` in this run."""
-        where = lambda late: self._control.where([members[n] for n in late])  # noqa: E731
-        wait.for_marks(cells, stamp(self._control.run, value), where)
-
     def arrived(self, mark: int) -> None:
         """This rank's staging area holds what it gives to the collective with this stamp."""
-        fence()
-        self._cells[self.team.me][ARRIVED] = mark
+        tell([(self._cells[self.team.me], ARRIVED)], mark)
 
     def await_arrivals(self, mark: int, wait: BoundedWait) -> None:
         cells = [(each, ARRIVED) for each in self._cells]
-        wait.for_marks(cells, mark, self._control.where)
+        wait.for_marks(cells, mark, self.team.control.where)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
 
 from interlace.comm import counts
 
@@ -34,13 +35,13 @@ class Forwards:
         """For each tensor among these, true if it is an input of forward, or a view of one, that
         lies elsewhere in each call."""
         self.marks = slice(None)
-        """Which of the values that backward takes tell one pass from another."""
+        """Which of the tensors that backward takes tell one pass from another."""
         self.are_counted = False
         """True if backward communicates; else no pass need be known."""
         self._number = self._resets = 0
-        self._numbers: dict[frozenset[int], tuple[int, list[StorageWeakRef]]] = {}
-        """Numbers of passes, with what tells that their storages live: it keeps their addresses
-        from coming again."""
+        self._numbers: dict[frozenset[StorageWeakRef], int] = {}
+        """Numbers of passes. A reference to a storage is equal to one to the same storage alone:
+        while there is one, its address does not come again."""
 
     def note(self, results: Sequence[object]) -> None:
         """A forward pass was run."""
@@ -50,25 +51,19 @@ class Forwards:
             self._resets, self._number, self._numbers = resets, 0, {}
         self._number += 1
         if len(self._numbers) >= 2 * MOST:
-            self._numbers = {k: item for k, item in self._numbers.items() if self._lasts(*item)}
-        saved = self._storages(results[len(results) - self.num_saved :])
-        key = frozenset([storage._cdata for storage in saved])
-        self._numbers[key] = self._number, [*map(StorageWeakRef, saved)]
+            oldest = self._number - MOST
+            self._numbers = {key: n for key, n in self._numbers.items() if n > oldest}
+        self._numbers[self._key(results[len(results) - self.num_saved :])] = self._number
 
     def origin(self, args: Sequence[object]) -> str | None:
         """The name of the forward pass that saved these arguments; empty where it is not known,
         None where it need not be."""
         if not self.are_counted:
             return None
-        key = frozenset([storage._cdata for storage in self._storages(args[: self.num_saved])])
-        number, storages = self._numbers.get(key, (-MOST, []))
-        return f"of forward {number}" if self._lasts(number, storages) else ""
+        number = self._numbers.get(self._key(args[: self.num_saved]), -MOST)
+        return f"of forward {number}" if number > self._number - MOST else ""
 
-    def _lasts(self, number: int, storages: Sequence[StorageWeakRef]) -> bool:
-        recent = self._number - MOST < number <= self._number
-        return recent and not any(storage.expired() for storage in storages)
-
-    def _storages(self, saved: Sequence[object]) -> list[torch.UntypedStorage]:
+    def _key(self, saved: Sequence[object]) -> frozenset[StorageWeakRef]:
         """The storages of plain tensors among those that tell one pass from another."""
-        plain = torch.Tensor, torch.nn.Parameter
-        return [v.untyped_storage() for v in saved[self.marks] if type(v) in plain]  # pyright: ignore
+        plain = [v for v in saved if type(v) is torch.Tensor or type(v) is Parameter]
+        return frozenset([StorageWeakRef(tensor.untyped_storage()) for tensor in plain[self.marks]])

@@ -401,30 +401,26 @@ Task = tuple[Stream, tuple[int, bool]]
 
 
 class StreamOrder:
-    """Points that the streams of one rank await: events, and turns in the teams' queues."""
+    """Points that the streams of one rank await: events, and turns in the teams' queues. Each has a
+    cell for the run that has got there last."""
 
     def __init__(self, stands: Callable[[], list[int]], grace_s: float) -> None:
         """`stands` tells the op that each stream began last; `grace_s` is how much longer than an
         op that waits for peers a stream waits for it."""
         self._stands, self._grace_s = stands, grace_s
-        self._reached: dict[object, int] = {}
+        self._cells: dict[object, list[tuple[Cells, int]]] = {}
         self.run = 0
         """Counts runs: in a new one, every point lies ahead again."""
 
-    def reach(self, point: object) -> None:
-        self._reached[point] = self.run
+    def cells_of(self, point: object) -> list[tuple[Cells, int]]:
+        """The cell of a point, as `tell` and `for_marks` take it."""
+        return self._cells.setdefault(point, [([0], 0)])
 
     def bounded(self, wait: BoundedWait) -> BoundedWait:
         """The wait of an op, as `pass_by` takes it. The waits of the other stream know more of the
         cause, so this one ends only when no stream has begun an op for longer than the time-out."""
         limit = wait.timeout_s + self._grace_s
         return replace(wait, timeout_s=limit, progress=self._stands)
-
-    def pass_by(self, point: object, wait: BoundedWait) -> None:
-        """Returns when the run has got to this point."""
-        reached, run = self._reached, self.run
-        if reached.get(point) != run:
-            wait.until(lambda: reached.get(point) == run)
 
 
 class StreamThread:
