@@ -139,7 +139,7 @@ class CompiledGraph:
 
     def _call(self, args: Boxed) -> Sequence[object]:
         last, backward = self._shelf.last, self.kind == "backward"
-        if last is None or self.setting.places.traced:
+        if last is None or (self.setting.places.traced and self.unscheduled):
             return self._call_anew(args)
         (others, facts), bound, at = last
         if others and signature([args[place] for place in others]) != facts:
