@@ -139,7 +139,7 @@ class Bound:
         if imported.completes:
             inputs = imported.completed(inputs)
         others = [args[o.position] if isinstance(o, Opaque) else o.value for o in imported.others]
-        boxes = [inputs, cast("list[Any]", args)] if boxed else []
+        boxes = (inputs, cast("list[Any]", args)) if boxed else ()
         results = executor.run_as_before(inputs, None, at, origin, boxes)
         if results is None:
             if as_before:

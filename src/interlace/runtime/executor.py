@@ -391,14 +391,15 @@ class Executor:
         CommTimeoutError, PeerError or AgreementError where a rank is late, failed or runs another
         Program: then `reset()`, called by all, lets runs go on.
         """
-        wanted, boxes = None if sizes is None else self.wanted(sizes), list[list[torch.Tensor]]()
+        wanted = None if sizes is None else self.wanted(sizes)
+        boxes: Sequence[list[torch.Tensor]] = ()
         if boxed:
             if not isinstance(inputs, list):
                 raise ExecutorError(
                     f"{self.program.name} was given a {type(inputs).__name__} of inputs to empty. "
                     "fix: with boxed=True give a list"
                 )
-            boxes = [inputs]
+            boxes = (inputs,)
         results = self.run_as_before(inputs, out, wanted, origin, boxes)
         return self.run_anew(inputs, out, wanted, origin, boxes) if results is None else results
 
