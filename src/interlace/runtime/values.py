@@ -168,6 +168,8 @@ class ValueTable:
         self._viewed: list[_Family] = []
         """Inputs and outputs of which calls take views."""
         self._symmetric: dict[int, tuple[str, list[torch.Tensor]]] = {}
+        self.homes: Mapping[str, torch.Tensor] = {}
+        """Memory that buffers which Calls make are brought to, by name: of results of graphs."""
         self.takes: Mapping[str, int] = {}
         """The number of this run's take of each symmetric buffer: an odd one has the second copy of
         its slot."""
@@ -347,6 +349,9 @@ class ValueTable:
 
     def bind(self, name: str, tensor: torch.Tensor) -> None:
         family, items = self._families[name], self.items
+        if name in self.homes:
+            once(self.homes[name]).copy_(once(tensor))
+            tensor = self.homes[name]
         items[family.place] = tensor
         for place, box in family.views.items():
             items[place] = derive(tensor, box)
