@@ -16,7 +16,7 @@ uses them imports. Private attributes of a user's own objects (`tensor._version`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -155,8 +155,8 @@ def process_groups() -> list[dist.ProcessGroup]:
     return [*dist.distributed_c10d._world.pg_map]
 
 
-def live_groups() -> Container[dist.ProcessGroup | None]:
-    """The process groups of this process, now and whenever it is looked at."""
+def live_groups() -> Any:
+    """A collection of this process's groups, at any time: torch changes it in place."""
     return dist.distributed_c10d._world.pg_map
 
 
