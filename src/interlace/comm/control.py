@@ -131,7 +131,8 @@ class Control:
         if (error := self.disagreement()) is not None:
             raise error
         for peer, _ in self._peers:
-            self._check_attends(peer)
+            if self._cells[peer][ATTENDS]:
+                self._check_attends(peer)
 
     def _check_attends(self, peer: int) -> None:
         """Raises where the peer waits in a meeting that this rank has not come to."""

@@ -442,13 +442,10 @@ class Executor:
         if not lock.acquire(False):
             self._wait_for_lock()
         try:
-            engine = self.engine  # another thread may have closed it
-            if engine is None or self._poison is not None:
-                return None
-            if wanted is not None and wanted != self._size_values:
-                return None
-            admitted = engine.admit(inputs, out)
-            if admitted is None:
+            engine, admitted = self.engine, None  # another thread may have closed it
+            if self._poison is None and wanted in (None, self._size_values):
+                admitted = engine and engine.admit(inputs, out)
+            if engine is None or admitted is None:
                 return None
             if origin is not None and origin != engine.context.label.origin:
                 engine.context.label.carry(origin)

@@ -33,6 +33,8 @@ from interlace.ir import VALUE_BITS
 
 T = TypeVar("T")
 Cells = memoryview | list[int]
+Missing = Callable[[list[int]], str]
+"""Text about those of some cells, by their numbers, that have not come to a mark."""
 SPINS = 50
 LONGEST_SLEEP_S = 0.001
 CHECK_EVERY_S = 0.005
@@ -129,10 +131,7 @@ class BoundedWait:
         return fence()
 
     def for_marks(
-        self,
-        cells: Sequence[tuple[Cells, int]],
-        mark: int,
-        missing: Callable[[list[int]], str] | None = None,
+        self, cells: Sequence[tuple[Cells, int]], mark: int, missing: Missing | None = None
     ) -> None:
         """Returns when each of these cells has come to `mark`; `missing` tells of those that have
         not, by their numbers."""
