@@ -3,8 +3,7 @@ what they are not.
 
     key = signature(args)                       # what a Program depends on
     inputs = [args[position] for position in imported.inputs]
-    results = executor.run(imported.completed(inputs))
-    outputs = imported.to_outputs(results, args)
+    results = executor.run(imported.completed(inputs))  # the graph's outputs: `Bound.run`
 
 DTensor hands out `AsyncCollectiveTensor`s, which wait when they are first used. AOTAutograd takes
 them for a subclass of its own kind and loses their gradient's way back, so they become plain
@@ -90,11 +89,6 @@ class Imported:
         for index in self.lazy:
             inputs[index] = resolved(inputs[index])
         return inputs
-
-    def to_outputs(self, results: Sequence[object], args: Sequence[object]) -> list[object]:
-        """The graph's outputs, from the Program's results and the graph's arguments."""
-        others = [args[o.position] if isinstance(o, Opaque) else o.value for o in self.others]
-        return [*map([*results, *others].__getitem__, self.places)]
 
 
 def signature(args: Sequence[object]) -> Hashable:
