@@ -32,7 +32,7 @@ class Slot:
         self.takes = 0
         """The number of the next take, which every rank counts alike; `take` waits for its copy."""
         self._cells = [[(segment.cells, cell + n) for segment in segments] for n in (0, 1)]
-        """By copy: where each rank says how often it has given it back."""
+        """Cells in which each rank says how often it has given a copy back, by copy."""
         self.copies = [
             tuple(segment.bytes(at + copy * align(nbytes), nbytes) for copy in (0, 1))
             for segment in segments

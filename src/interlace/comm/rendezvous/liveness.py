@@ -31,7 +31,7 @@ from interlace.torch_private import backend_of, default_group, uses_agents_store
 Note = dict[str, Any]
 """A small JSON text that a rank leaves in the store."""
 PROBE_EVERY_S = 0.05
-"""How often the system is asked whether processes still run."""
+"""Time between questions to the system whether processes still run."""
 END_S = 0.5
 """Time for a process to end once its connections are closed."""
 PROBE_TAG = (1 << 30) + 7

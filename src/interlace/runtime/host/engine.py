@@ -42,7 +42,7 @@ from interlace.runtime.prepare.plan import listed
 from interlace.torch_private import live_groups, set_grad_enabled
 
 LOOK_EVERY_S = 0.1
-"""How often a run whose streams take long looks at them."""
+"""Time between looks at streams that take long."""
 GRACE_S = 1.0
 """Seconds in which a failed transfer looks for the peer whose end explains it."""
 Progress = Callable[[int], Sequence[tuple[int, float]]]
