@@ -231,6 +231,7 @@ def multiplies_fp8() -> bool:
 
 
 def groups(store: dist.Store) -> bool:
+    live = private.live_groups()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         group = private.default_group()
@@ -238,6 +239,7 @@ def groups(store: dist.Store) -> bool:
         return (
             private.process_groups() == [group]
             and private.is_process_group(group)
+            and group in live
             and set(private.backends_of(group)) == {backend}
             and backend.name() == "gloo"
             and private.default_store() is not None
@@ -247,6 +249,7 @@ def groups(store: dist.Store) -> bool:
         )
     finally:
         dist.destroy_process_group()
+        assert not live
 
 
 def aborts(store: dist.Store) -> bool:
@@ -275,7 +278,7 @@ SHARED: dict[Callable[[], bool], str] = {
     fakes: "FakeTensor FakeTensorMode detect_fake_mode unset_fake_temporarily",
     foreach: "foreach_add_ foreach_copy_ foreach_lerp foreach_lerp_ foreach_mul_",
     process_groups: "backend_of backends_of default_group default_store flight_records "
-    "is_process_group process_groups resolve_process_group uses_agents_store",
+    "is_process_group live_groups process_groups resolve_process_group uses_agents_store",
     contexts: "TracingContext tracing",
     under_autocast: "DisableAutocast is_any_autocast_enabled",
 }

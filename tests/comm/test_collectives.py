@@ -254,7 +254,7 @@ def test_narrow_floats_add_up_in_fp32(dtype: torch.dtype, seed: int) -> None:
         "min": wide.amin(0),
         "max": wide.amax(0),
     }.items():
-        reduce_into(out, list(slots), reduce)
+        reduce_into(list(slots), reduce, out=out)
         assert torch.equal(out.float(), wanted.to(dtype).float()), reduce
 
 

@@ -47,9 +47,9 @@ class EndsMeanwhile(PeerProcess):
 
     seen = True  # pyright: ignore
 
-    def alive(self, *, now: bool = False) -> bool:
-        self._ended |= now
-        return not self._ended
+    def alive(self) -> bool:
+        alive, self._ended = not self._ended, True
+        return alive
 
 
 def test_a_holder_that_leaves_because_of_another_is_not_blamed() -> None:

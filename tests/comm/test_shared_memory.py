@@ -344,9 +344,9 @@ def push(seed: int, takes: int) -> list[int]:
     wait = BoundedWait(20.0, lambda: "take")
     generator, found = random.Random(seed), []
     for number in range(takes):
-        use = slot.next_use()
-        slot.take(use, wait, team.control.where)
-        there = slot.copies[1][use.copy].view(torch.int64)
+        take, slot.takes = slot.takes, slot.takes + 1
+        slot.take(take, wait, team.control.where)
+        there = slot.copies[1][take % 2].view(torch.int64)
         if team.me == 0:
             there[1:].fill_(number)
             fence()
@@ -355,7 +355,7 @@ def push(seed: int, takes: int) -> list[int]:
             wait.until(lambda t=there, n=number: int(t[0]) > n)
             time.sleep(generator.random() * 0.002)
             found.append(int(there[1:].sum()) - 7 * number)
-        slot.free(use)
+        slot.free(take)
     return found
 
 

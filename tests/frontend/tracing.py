@@ -16,7 +16,7 @@ from torch import fx
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from interlace.frontend import Imported, import_graph
+from interlace.frontend import Imported, Opaque, import_graph
 from interlace.frontend.calling.arguments import signature
 from interlace.frontend.compiled_graph import recorded_signature
 from interlace.frontend.importing.nodes import propagate
@@ -90,8 +90,10 @@ def imported(graph: Graph) -> Imported:
 
 def run(of: Imported, args: Sequence[Any]) -> list[Any]:
     """The graph's outputs, computed from the Program op by op."""
-    (results,) = run_ranks(of.program, [of.to_inputs(args)], in_order=True)
-    return of.to_outputs(list(results), args)
+    inputs = of.completed([args[place] for place in of.inputs])
+    (results,) = run_ranks(of.program, [inputs], in_order=True)
+    others = [args[o.position] if isinstance(o, Opaque) else o.value for o in of.others]
+    return [[*results, *others][place] for place in of.places]
 
 
 def agrees(graph: Graph, by: Imported, exact: bool = True) -> None:

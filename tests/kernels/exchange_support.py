@@ -50,7 +50,7 @@ def interpreted() -> ModuleType:
 def reduced(parts: Sequence[torch.Tensor], reduce: str) -> torch.Tensor:
     """In rank order, as every transport reduces."""
     out = torch.empty_like(parts[0])
-    reduce_into(out, parts, reduce)
+    reduce_into(parts, reduce, out=out)
     return out
 
 

@@ -159,7 +159,7 @@ class Layer:
         for tensor in POOL:
             tensor.fill_(255 if tensor.dtype is torch.uint8 else torch.nan)  # by other graphs
         given = [tensor.as_subclass(OnGpu) for tensor in inputs]
-        return self.fake.engine.issue(given, None, boxed=boxed)
+        return self.fake.engine.issue(given, None, boxes=([],) if boxed else ())
 
 
 @pytest.fixture(params=[True, False], ids=["", "nothing said"])

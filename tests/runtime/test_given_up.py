@@ -69,7 +69,7 @@ def test_on_cuda_the_table_lets_go_of_them() -> None:
     with fake_engine(parse(TEXT), rank=0) as fake:
         inputs = given()
         held = [weakref.ref(tensor) for tensor in inputs]
-        fake.engine.issue(inputs, None, (), boxed=True)
+        fake.engine.issue(inputs, None, (), (inputs,))
         assert inputs == []
         assert [ref() for ref in held] == [None] * 3
 
@@ -89,9 +89,8 @@ def backward_deaths(strategy: str, layers: int) -> tuple[list[str], list[str]]:
             freed[:] = [op.buffer for op in self.program.ops if isinstance(op, Free)]
             params = [buffer.name for buffer in self.program.params]
             died.clear()
-            for name, tensor in zip(params, self.imported.to_inputs(args), strict=True):
-                weakref.finalize(tensor, died.append, name)
-            del tensor
+            for name, place in zip(params, self.imported.inputs, strict=True):
+                weakref.finalize(args[place], died.append, name)
         result = run(self, args, *rest)
         during[:] = died
         return result

@@ -20,13 +20,13 @@ from interlace.comm.host.messages import Mailbox, Transfer, exchange
 from interlace.comm.host.peer_collectives import bind_peer_collective, staged_nbytes
 from interlace.comm.host.shared_memory import Segment
 from interlace.comm.host.signals import BoundedWait, fence, stamp
-from interlace.comm.host.slots import Slot, SlotPool, Use
+from interlace.comm.host.slots import Slot, SlotPool
 from interlace.comm.host.workspace import Demand, Workspace
 from interlace.comm.rendezvous.board import Board
 from interlace.comm.teams import (
     TeamComm,
     attending,
-    num_resets,
+    counts,
     release_teams,
     team_of,
 )

@@ -171,6 +171,10 @@ class HostsControl(Control):
     def reach(self, backend: int, count: int, wait: BoundedWait) -> None:
         """Nothing: gloo's own collective is the rendezvous."""
 
+    def check_run(self) -> None:
+        """Raises where a rank has stopped: they met as the run began."""
+        self.check()
+
     def _gather(self, wait: BoundedWait) -> None:
         gloo, size = self._gloo(), len(self.ranks)
         wait = replace(self._watching(wait), behind=self.behind, cut=partial(cut, gloo))

@@ -12,7 +12,7 @@ backend's own: the same in every run of one shape and on every rank, but not tha
 backend. Where Interlace reduces itself, it is the ranks' order, in fp32: the same bits on every
 rank.
 
-    >>> reduce_into(out, [torch.ones(2), torch.ones(2)], "sum")
+    >>> reduce_into([torch.ones(2), torch.ones(2)], "sum", out=out)
 """
 
 from __future__ import annotations
@@ -37,6 +37,13 @@ Moves = Callable[[torch.Tensor, torch.Tensor, BoundedWait], None]
 """A `Run` whose tensors are there where its kind says so, which a Program keeps to."""
 
 _OPS = {"sum": "SUM", "avg": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
+_REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "sum": torch.Tensor.add_,
+    "avg": torch.Tensor.add_,
+    "prod": torch.Tensor.mul_,
+    "min": lambda total, part: torch.minimum(total, part, out=total),
+    "max": lambda total, part: torch.maximum(total, part, out=total),
+}
 _TYPES = {
     torch.float64,
     torch.float32,
@@ -304,20 +311,14 @@ def check_reduction(reduce: str, dtype: torch.dtype) -> None:
         raise UnsupportedError(f"{reduce} of {dtype} is not defined: reduce with max (or) or min")
 
 
-def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], reduce: str) -> None:
+def reduce_into(
+    parts: Sequence[torch.Tensor] | torch.Tensor, reduce: str = "sum", *, out: torch.Tensor
+) -> None:
     """`out` becomes the reduction of `parts`, one after another."""
     wide = accumulator(out.dtype)
     total = parts[0].to(wide, copy=True)
     for part in parts[1:]:
-        match reduce:
-            case "sum" | "avg":
-                total += part.to(wide)
-            case "prod":
-                total *= part.to(wide)
-            case "min":
-                torch.minimum(total, part.to(wide), out=total)
-            case _:
-                torch.maximum(total, part.to(wide), out=total)
+        _REDUCTIONS[reduce](total, part.to(wide))
     if reduce == "avg":
         total /= len(parts)
     out.copy_(total)

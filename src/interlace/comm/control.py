@@ -21,9 +21,9 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 
-from interlace.comm.host.signals import BoundedWait, fence, order_cells, stamp
+from interlace.comm.host.signals import BoundedWait, fence, order_cells, tell
 from interlace.comm.rendezvous.board import named
-from interlace.comm.rendezvous.liveness import PeerProcess
+from interlace.comm.rendezvous.liveness import PROBE_EVERY_S, PeerProcess
 from interlace.errors import AgreementError, InterlaceError, PeerError
 from interlace.ir import VALUE_BITS
 
@@ -66,18 +66,23 @@ class Control:
         self._op_text: Callable[[int], str] | None = None
         self._word, self._attended = word, 0
         self._met: list[int] = [0] * len(self.ranks)
-
-    @property
-    def run(self) -> int:
-        """The number of the run that this rank entered last."""
-        return self._mine[ENTERED]
+        self._reached = [[(each, REACHED + n) for each in cells] for n in range(PROGRESS - REACHED)]
+        """The cells of all ranks for each backend's collectives."""
+        self.run = self._mine[ENTERED]
+        """The number of the run that this rank entered last,"""
+        self._entered = RING
+        """where its entry is in each rank's ring,"""
+        self._tag = 0
+        """and its tag."""
+        self._next_probe = 0.0
+        """When the processes of the peers are looked at again; 0 where one has ended."""
 
     def enter(self, tag: int, name: str, op_text: Callable[[int], str] | None = None) -> int:
         """Enters the next run, with this Program, and gives its number; `op_text` tells ops by
         index."""
-        mine, self._op_text = self._mine, op_text
-        run = mine[ENTERED] + 1
-        at = RING + run % RING_ENTRIES * RING_CELLS
+        mine, self._op_text, self._tag = self._mine, op_text, tag
+        run = self.run + 1
+        self._entered = at = RING + run % RING_ENTRIES * RING_CELLS
         if mine[at + TAG] != tag:  # else the entry of 64 runs ago names the same Program
             mine[at + RUN] = 0
             order_cells()
@@ -89,26 +94,24 @@ class Control:
         mine[at + RUN] = run
         order_cells()
         # What is told of this run later, signals and slots, has a fence of its own before it.
-        mine[ENTERED] = self._met[self.me] = run
+        self.run = mine[ENTERED] = self._met[self.me] = run
         return run
 
     def leave(self, run: int | None = None) -> None:
         """The run that this rank entered last is over, or all up to that one."""
         mine = self._mine
-        mine[EXITED] = mine[ENTERED] if run is None else max(run, mine[EXITED])
+        mine[EXITED] = self.run if run is None else max(run, mine[EXITED])
 
     def meet(self, peer: int, wait: BoundedWait) -> None:
         """Before the first contact of a run: the peer has entered it, with the same Program."""
-        run = self._mine[ENTERED]
+        run, theirs, at = self.run, self._cells[peer], self._entered
         if self._met[peer] == run:
             return
-        theirs = self._cells[peer]
-
-        def entered() -> bool:
-            return theirs[ENTERED] >= run or self._check_attends(peer)
-
-        wait.until(entered, lambda: self.where([peer]))
-        self._compare(peer, run)
+        if theirs[ENTERED] < run:
+            wait.until(lambda: theirs[ENTERED] >= run, lambda: self.where([peer]))
+        order_cells()
+        if theirs[at + TAG] != self._tag:  # else also where the entry is another run's by now
+            self._compare(peer, run)
         self._met[peer] = run
 
     def attend(self, meeting: str) -> None:
@@ -121,14 +124,24 @@ class Control:
     def _publish(self) -> None:
         """Nothing: the peers read these cells."""
 
-    def _check_attends(self, peer: int) -> bool:
+    def check_run(self) -> None:
+        """Raises where waiting on in a run is pointless: a rank has stopped, a peer runs another
+        Program, or waits in a meeting that this rank has not come to."""
+        self.check()
+        if (error := self.disagreement()) is not None:
+            raise error
+        for peer, _ in self._peers:
+            if self._cells[peer][ATTENDS]:
+                self._check_attends(peer)
+
+    def _check_attends(self, peer: int) -> None:
         """Raises where the peer waits in a meeting that this rank has not come to."""
         theirs, run = self._cells[peer], self._mine[ENTERED]
         if not (attends := theirs[ATTENDS]) or attends == self._attended:
-            return False
+            return
         fence()
         if theirs[ENTERED] >= run:
-            return True
+            return
         us, them = self._who(self.me), self._who(peer)
         raise AgreementError(
             f"{them} compiles or prepares a Program with team {self.team}, and {us} did not come, "
@@ -250,10 +263,13 @@ class Control:
         for cells in self._cells:
             if cells[ERROR]:
                 return False
-        for member, life in self._peers:
-            if not life.alive() and self._needs(member):
-                return False
-        return True
+        return time.monotonic() < self._next_probe or self._all_live()
+
+    def _all_live(self) -> bool:
+        """True if no peer that this rank needs has ended; asks the system every `PROBE_EVERY_S`."""
+        ended = [member for member, life in self._peers if not life.alive()]
+        self._next_probe = 0.0 if ended else time.monotonic() + PROBE_EVERY_S
+        return not any(map(self._needs, ended))
 
     def check(self) -> None:
         if (error := self.heard()) is not None:
@@ -265,18 +281,11 @@ class Control:
 
     def reach(self, backend: int, count: int, wait: BoundedWait) -> None:
         """Returns when every rank got to collective number `count` of this run: a rendezvous."""
+        mark = self.run << VALUE_BITS | count
+        tell(self._reached[backend][self.me : self.me + 1], mark)
+        wait.for_marks(self._reached[backend], mark, self.where)
         for peer in range(len(self.ranks)):
             self.meet(peer, wait)
-        mark = stamp(self._mine[ENTERED], count)
-        at = REACHED + backend
-        fence()
-        self._mine[at] = mark
-        cells = self._cells
-
-        def missing() -> str:
-            return self.where([i for i, theirs in enumerate(cells) if theirs[at] < mark])
-
-        wait.until(lambda: all(theirs[at] >= mark for theirs in cells), missing)
 
     @property
     def asked(self) -> str:
@@ -376,7 +385,7 @@ class Control:
         mine = self._mine
         for at in range(ERROR_TEXT):
             mine[at] = 0
-        mine[ENTERED] = mine[EXITED] = run
+        self.run = mine[ENTERED] = mine[EXITED] = run
         self._met = [0] * len(self.ranks)
 
     def _write(self, offset: int, data: bytes) -> None:

@@ -80,7 +80,7 @@ class TeamComm:
 
     def __init__(self, group: dist.ProcessGroup, name: str, limit_s: float) -> None:
         check_alive(group, name)
-        self._group = weakref.ref(group)
+        self.group = weakref.ref(group)
         ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
         store = apart(default_store(), limit_s)
         self.ranks = tuple(ranks)
@@ -92,7 +92,7 @@ class TeamComm:
         self._control: Control | None = None
         self._lives: list[PeerProcess] = []
         self.resets = 0
-        """The round of the last reset: Note [All or none] in board.py."""
+        """The round of the last reset: Note [All or none] in board.py. -1 once it was released."""
         self.num_prepared = 0
         """The round in which the last Program was prepared."""
         self.key = key_of(group)
@@ -103,7 +103,7 @@ class TeamComm:
         self.topic = ""
         """Where the notes of its present processes are; `meet` finds it."""
         self.slots = SlotPool(self.board)
-        self._connections = Connections(weakref.proxy(self), self._group, store)
+        self._connections = Connections(weakref.proxy(self), self.group, store)
         self._cuda: CudaSide | None = None
         self._users: weakref.WeakSet[User] = weakref.WeakSet()
 
@@ -114,10 +114,10 @@ class TeamComm:
     @property
     def is_gone(self) -> bool:
         """True if its process group was destroyed."""
-        return not is_process_group(self._group())
+        return not is_process_group(self.group())
 
     def check_alive(self) -> None:
-        check_alive(self._group(), self.name)
+        check_alive(self.group(), self.name)
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -160,7 +160,7 @@ class TeamComm:
     def control(self) -> Control:
         """The control block; `setup` makes it."""
         if self._control is None:
-            check_process(self._group)
+            check_process(self.group)
             raise TeamError(
                 f"team {self.name} is not set up, or was released: make and prepare new Executors "
                 "(what torch.compile made goes with torch.compiler.reset(), what interlace.compile "
@@ -176,10 +176,6 @@ class TeamComm:
     def shares_memory(self) -> bool:
         """True if it is set up, within one host."""
         return self._control is not None and not isinstance(self._control, HostsControl)
-
-    def is_as_of(self, resets: int, control: Control) -> bool:
-        """True if it was neither reset nor released since then, and no rank of it has stopped."""
-        return self.resets == resets and self._control is control and control.quiet()
 
     def name_topics(self) -> None:
         """Its processes have met: from now on its notes have a place."""
@@ -345,7 +341,7 @@ class TeamComm:
 
     def leave_to_parent(self) -> None:
         """In a forked process: Note [Forked processes]."""
-        self._control = None
+        self._control, self.resets = None, -1
         self.lock = threading.RLock()
 
     def used_by(self, user: User) -> None:
@@ -366,7 +362,7 @@ class TeamComm:
                 with contextlib.suppress(InterlaceError):
                     self.board.exchange(f"{self.topic}/end", {}, END_S)
         finally:
-            self._control = None
+            self._control, self.resets = None, -1
             self.slots.slots.clear()
             self._cuda = None
             for life in self._lives:
@@ -403,11 +399,6 @@ def key_of(group: dist.ProcessGroup) -> str:
 def reset_topic(key: str) -> str:
     """Where the next reset of a process group is told: Note [Resets before a set-up]."""
     return f"{key}/resets/{counts[key]}"
-
-
-def num_resets() -> int:
-    """Number of resets of process groups that this rank called."""
-    return sum(list(counts.values()))
 
 
 def check_process(group: weakref.ref[dist.ProcessGroup] | None = None) -> None:

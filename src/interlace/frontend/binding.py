@@ -23,7 +23,7 @@ import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed import ProcessGroup
@@ -32,7 +32,7 @@ from interlace.comm import TeamComm, limit_s, team_of
 from interlace.comm.rendezvous.board import Note, as_told, failure
 from interlace.cost import Machine, Timeline
 from interlace.errors import AgreementError, InterlaceError, SoundnessError
-from interlace.frontend.calling.arguments import Imported
+from interlace.frontend.calling.arguments import Imported, Opaque
 from interlace.frontend.schedules import path_of, scheduled, texts_by_graph, unsound
 from interlace.ir import Program, Remark, parse, print_program
 from interlace.ir.validate import others
@@ -117,24 +117,35 @@ class Bound:
     def _sizes(self, symbols: Mapping[str, int]) -> dict[str, int]:
         return {name: symbols[symbol] for name, symbol in self.imported.symbols.items()}
 
+    def at(self, symbols: Mapping[str, int] | None) -> tuple[int, ...] | None:
+        """The values of the named sizes for these of TorchDynamo's symbols, if there are any."""
+        return None if symbols is None else self.executor.wanted(self._sizes(symbols))
+
     def run(
         self,
-        args: Sequence[object],
-        symbols: Mapping[str, int] | None = None,
+        args: Sequence[Any],
+        at: tuple[int, ...] | None = None,
         origin: str | None = None,
         boxed: bool = False,
-    ) -> list[object]:
-        """The graph's outputs for its arguments; `symbols` has the values of TorchDynamo's, if
-        there are any; `origin` is as in `Executor.run`, None for no backward. With `boxed`, `args`
-        is a list, whose tensors the run takes, so that each may die after its last use."""
-        sizes = None if symbols is None else self._sizes(symbols)
-        inputs = self.imported.to_inputs(args)
-        if boxed:
-            held = cast("list[object]", args)
-            for position in self.imported.inputs:
-                held[position] = None
-        results = self.executor.run(inputs, sizes=sizes, origin=origin, boxed=boxed)
-        return self.imported.to_outputs(results, args)
+        as_before: bool = False,
+    ) -> list[Any] | None:
+        """The graph's outputs for its arguments; `at` has the values of the named sizes, where
+        inputs may not tell them; `origin` is as in `Executor.run`, None for no backward. With
+        `boxed`, `args` is a list that the run empties, so that each tensor may die after its last
+        use. With `as_before`, None, and nothing is done, where the Executor has to look at
+        something first, since it was run."""
+        imported, executor = self.imported, self.executor
+        inputs = [args[position] for position in imported.inputs]
+        if imported.completes:
+            inputs = imported.completed(inputs)
+        others = [args[o.position] if isinstance(o, Opaque) else o.value for o in imported.others]
+        boxes = (inputs, cast("list[Any]", args)) if boxed else ()
+        results = executor.run_as_before(inputs, None, at, origin, boxes)
+        if results is None:
+            if as_before:
+                return None
+            results = executor.run_anew(inputs, None, at, origin, boxes)
+        return [*map([*results, *others].__getitem__, imported.places)]
 
 
 def bind(

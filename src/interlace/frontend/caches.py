@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch.distributed import ProcessGroup
 
@@ -85,8 +85,9 @@ class Shelf(BoundedCache[Bound]):
     def __init__(self, name: str, capacity: int) -> None:
         super().__init__(name, capacity, lambda bound: bound.executor.close())
         self._watches: dict[int, weakref.ref[ProcessGroup]] = {}
-        self.last: tuple[Hashable, Bound, Mapping[str, int] | None] | None = None
-        """The one that was called last, with its signature, and what TorchDynamo's symbols were."""
+        self.last: tuple[Any, Bound, tuple[int, ...] | None] | None = None
+        """The one that was called last, with what it was found by, and the values of its named
+        sizes."""
 
     def fitting(self, symbols: Mapping[str, int]) -> Bound | None:
         """A bound Program for a class of sizes with these values of TorchDynamo's symbols."""

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from interlace.errors import SizeError
 from interlace.frontend.binding import Bound, bind, with_regions
 from interlace.frontend.caches import Shelf
-from interlace.frontend.calling.arguments import Imported, has_signature, signature
+from interlace.frontend.calling.arguments import Imported, signature
 from interlace.frontend.calling.forwards import Forwards
 from interlace.frontend.dynamo import GraphOrigin
 from interlace.frontend.importing.exchanges import GraphPlaces, KnownPlaces, communications
@@ -138,29 +138,47 @@ class CompiledGraph:
         return self._call(args) if self.observer is None else self.observer(self._call, args)
 
     def _call(self, args: Boxed) -> Sequence[object]:
+        last, backward = self._shelf.last, self.kind == "backward"
+        if last is None or (self.setting.places.traced and self.unscheduled):
+            return self._call_anew(args)
+        (others, facts), bound, at = last
+        if others and signature([args[place] for place in others]) != facts:
+            return self._call_anew(args)
+        origin = self.setting.forwards.origin(args) if backward else None
+        # A CUDA graph writes its results where freed inputs lay, whoever still refers to them.
+        boxed = backward and not (self.setting.options.graph and keeps_graph())
+        results = bound.run(args, at, origin, boxed, True)
+        if results is None:
+            return self._call_anew(args)
+        if self.kind == "forward":
+            self.setting.forwards.note(results)
+        args.clear()
+        return results
+
+    def _call_anew(self, args: Boxed) -> Sequence[object]:
+        """A call that differs from the one before in what the Program depends on: sizes, strides,
+        element types or numbers. The Executor compares those of the tensors that it takes."""
         if self._run is None and self.unscheduled:
             self._shelf.clear()
             self._run = boxed_nop(self._gm, [])
         if self._run is not None:
             return self._run(args)
-        last = self._shelf.last
-        if last is None or not has_signature(args, last[0]):
-            key = signature(args)
-            found = self._for(key, args)
-            if found is None:  # it is unscheduled from now on
-                return self._call(args)
-            self._shelf.last = last = (key, *found)
-        given = list(args)
-        args.clear()
-        _, bound, symbols = last
-        forwards = self.setting.forwards
-        backward = self.kind == "backward"
-        # A CUDA graph writes its results where freed inputs lay, whoever still refers to them.
+        found = self._for(signature(args), args)
+        if found is None:  # it is unscheduled from now on
+            return self._call_anew(args)
+        self._shelf.last, (bound, symbols) = None, found
+        taken, at = {*bound.imported.inputs}, bound.at(symbols)
+        known = [isinstance(arg, torch.Tensor | bool | int | float) for arg in args]
+        others = [place for place, is_known in enumerate(known) if is_known and place not in taken]
+        facts, backward = signature([args[place] for place in others]), self.kind == "backward"
+        origin = self.setting.forwards.origin(args) if backward else None
         boxed = backward and not (self.setting.options.graph and keeps_graph())
-        origin = forwards.origin(given) if backward else None
-        results = bound.run(given, symbols, origin, boxed)
+        results = bound.run(args, at, origin, boxed)
+        assert results is not None
+        self._shelf.last = (others, facts), bound, at
         if self.kind == "forward":
-            forwards.note(results)
+            self.setting.forwards.note(results)
+        args.clear()
         return results
 
     @property
@@ -310,6 +328,8 @@ class CompiledGraph:
         results = dict(enumerate(program.returned()))
         views = [view for n in saved if isinstance(view := results[n], View)]
         forwards.saved_inputs = [v.buffer in moving if v.buffer in names else None for v in views]
+        made = [moves is None for moves in forwards.saved_inputs]
+        forwards.marks = slice(made.index(True), made.index(True) + 1) if any(made) else slice(None)
         known = {*names, *[v.buffer for n in results.keys() - saved for v in views_in(results[n])]}
         handed = [n for n in saved if all(v.buffer not in known for v in views_in(results[n]))]
         return GraphUse(moving, frozenset(saved), frozenset(handed))

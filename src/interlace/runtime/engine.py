@@ -20,7 +20,6 @@ from interlace.comm import (
     HostsControl,
     Slot,
     TeamComm,
-    Use,
     Workspace,
 )
 from interlace.errors import BackendError, ExecutorError, UnsupportedError
@@ -49,8 +48,8 @@ class TeamResources:
     spaces: Mapping[str, Workspace]
     backends: dict[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
     """Backends by team and name; after a reset new ones."""
-    uses: dict[str, Use] = field(default_factory=dict[str, Use])
-    """The takes of the run under way, by buffer."""
+    takes: dict[str, int] = field(default_factory=dict[str, int])
+    """The numbers of the takes of the run under way, by buffer."""
     graph_spaces: tuple[Mapping[str, Any], ...] = ()
     """On CUDA, by team: the words of the graph of even runs, and of odd ones."""
 
@@ -201,11 +200,11 @@ class Engine:
         inputs: Sequence[torch.Tensor],
         out: Sequence[torch.Tensor] | None,
         at: Any = None,
-        boxed: bool = False,
+        boxes: Sequence[list[Any]] = (),
     ) -> Outputs:
         """One run, and its results. The Executor holds the lock, and everything was checked: by
-        `admit`, which gave `at`, or (None) by the Executor. With `boxed`, `inputs` is a list, and
-        is emptied."""
+        `admit`, which gave `at`, or (None) by the Executor. `boxes` are lists that hold the inputs,
+        and are emptied."""
         raise NotImplementedError
 
     def nested(self) -> ExecutorError:

@@ -79,20 +79,15 @@ class RunLabel:
     def _turned(self, _: tuple[int, ...]) -> None:
         told = [f", {name} = {value}" for name, value in self._sizes.values.items()]
         self.name, self.tag = f"{self._name}{''.join(told)}", self._tag_at(self._sizes.at)
-        self._join()
+        self.carry(self.origin)
 
     def carry(self, origin: str) -> None:
         """Says what the next runs belong to, beside their Program: runs of equal Programs that
         belong to something else are others to the peers."""
-        if origin != self.origin:
-            self.origin = origin
-            self._join()
-
-    def _join(self) -> None:
-        tag, name = self.tag, self.name
-        if self.origin:
-            tag ^= (zlib.crc32(self.origin.encode()) * MIXER) & MASK
-            name = f"{name} {self.origin}"
+        self.origin, tag, name = origin, self.tag, self.name
+        if origin:
+            tag ^= (zlib.crc32(origin.encode()) * MIXER) & MASK
+            name = f"{name} {origin}"
         self.entry = tag, name, self.peer_text
         """As `Control.enter` takes it. The tag is the same on all ranks that run these sizes."""
 
@@ -342,7 +337,7 @@ class Executor:
             (team, name): self._teams[team].backend(name, self.device.type, self.limit_s)
             for team, name in self._backends
         }
-        resources = dataclasses.replace(self._shared, backends=connected, uses={})
+        resources = dataclasses.replace(self._shared, backends=connected, takes={})
         values = ValueTable(program, plan.box, resources.slots, self.device, run_sizes, self.host)
         params = [[b for b in program.params if b.kind == k] for k in ("input", "output")]
         facts = self.device, self.host, run_sizes
@@ -396,36 +391,73 @@ class Executor:
         CommTimeoutError, PeerError or AgreementError where a rank is late, failed or runs another
         Program: then `reset()`, called by all, lets runs go on.
         """
-        wanted = None if sizes is None else self._wanted(sizes)
-        if boxed and not isinstance(inputs, list):
-            raise ExecutorError(
-                f"{self.program.name} was given a {type(inputs).__name__} of inputs to empty. fix: "
-                "with boxed=True give a list"
-            )
-        lock = self._lock
-        if not lock.acquire(False):
-            self._wait_for_lock()
-        begun = True
+        wanted = None if sizes is None else self.wanted(sizes)
+        boxes: Sequence[list[torch.Tensor]] = ()
+        if boxed:
+            if not isinstance(inputs, list):
+                raise ExecutorError(
+                    f"{self.program.name} was given a {type(inputs).__name__} of inputs to empty. "
+                    "fix: with boxed=True give a list"
+                )
+            boxes = (inputs,)
+        results = self.run_as_before(inputs, out, wanted, origin, boxes)
+        return self.run_anew(inputs, out, wanted, origin, boxes) if results is None else results
+
+    def run_anew(
+        self,
+        inputs: Sequence[torch.Tensor],
+        out: Sequence[torch.Tensor] | None,
+        wanted: tuple[int, ...] | None,
+        origin: str | None,
+        boxes: Sequence[list[Any]],
+    ) -> Outputs:
+        """`run`, after a look at all that may have changed; takes what `run_as_before` does."""
+        self._wait_for_lock()
+        begun = False  # a refusal concerns no peer
         try:
-            engine, admitted = self.engine, None  # another thread may have closed it
-            if engine is not None:
-                if origin is not None:
-                    engine.context.label.carry(origin)
-                if self._poison is None and wanted in (None, self._size_values):
-                    admitted = engine.admit(inputs, out)
-            if engine is None or admitted is None:
-                begun = False  # a refusal concerns no peer
-                engine = self._ready_for(inputs, out, wanted)
-                begun = True
-            return engine.issue(inputs, out, admitted, boxed)
+            engine = self._ready_for(inputs, out, wanted)
+            begun = True
+            if origin is not None:
+                engine.context.label.carry(origin)
+            return engine.issue(inputs, out, None, boxes)
         except BaseException as error:  # what cannot be issued stops the peers too
             if begun:
                 self._fail(error)
             raise
         finally:
+            self._lock.release()
+
+    def run_as_before(
+        self,
+        inputs: Sequence[torch.Tensor],
+        out: Sequence[torch.Tensor] | None,
+        wanted: tuple[int, ...] | None,
+        origin: str | None,
+        boxes: Sequence[list[Any]],
+    ) -> Outputs | None:
+        """`run`, where nothing changed since the last one; None, and nothing is done, where the
+        tensors do not fit that, `wanted` are other values of the named sizes, or something else is
+        to be looked at first. `boxes` are lists that hold the inputs, and are emptied."""
+        lock = self._lock
+        if not lock.acquire(False):
+            self._wait_for_lock()
+        try:
+            engine, admitted = self.engine, None  # another thread may have closed it
+            if self._poison is None and wanted in (None, self._size_values):
+                admitted = engine and engine.admit(inputs, out)
+            if engine is None or admitted is None:
+                return None
+            if origin is not None and origin != engine.context.label.origin:
+                engine.context.label.carry(origin)
+            return engine.issue(inputs, out, admitted, boxes)
+        except BaseException as error:  # what cannot be issued stops the peers too
+            self._fail(error)
+            raise
+        finally:
             lock.release()
 
-    def _wanted(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    def wanted(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The values of the named sizes, in their order."""
         try:
             return tuple([sizes[name] for name in self.sizes.values])
         except KeyError as error:
@@ -449,6 +481,7 @@ class Executor:
             )
         for team in self._teams.values():
             team.check_alive()
+        controls = [team.control for team in self._teams.values()]  # unless they were released
         if self._poison is not None:
             why, resets = self._poison
             if any(a == b for a, b in zip(resets, self._resets(), strict=True)):
@@ -467,7 +500,7 @@ class Executor:
             if at != self._size_values:
                 self._turn_to(engine, at)
             engine.context.check(inputs, out)
-        for error in (engine.failure, *(t.control.failure() for t in self._teams.values())):
+        for error in (engine.failure, *(control.failure() for control in controls)):
             if error is not None:  # it stopped a peer since the last run, or an earlier Executor
                 self._fail(error)
                 raise error

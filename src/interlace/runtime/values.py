@@ -5,21 +5,21 @@ inputs, outputs and slots are filled in when a run starts, those of fresh buffer
 made. A call reads its arguments by place, so the hot path makes no view and looks up no name.
 
     place = values.own(View("x").chunk(0, 2))
-    values.begin({"x": x}, uses)
+    values.begin({"x": x}, takes)
     values.items[place]
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from interlace import ir
-from interlace.comm import Slot, Use
+from interlace.comm import Slot
 from interlace.errors import ExecutorError, ProgramError
 from interlace.ir.sizes import Int, greatest, numbers
 from interlace.runtime.run_sizes import RunSizes
@@ -170,8 +170,9 @@ class ValueTable:
         self._symmetric: dict[int, tuple[str, list[torch.Tensor]]] = {}
         self.homes: Mapping[str, torch.Tensor] = {}
         """Memory that buffers which Calls make are brought to, by name: of results of graphs."""
-        self.copies: dict[str, int] = {}
-        """Which copy of its slot each symmetric buffer has in this run."""
+        self.takes: Mapping[str, int] = {}
+        """The number of this run's take of each symmetric buffer: an odd one has the second copy of
+        its slot."""
         self._template: list[Any] = []
         self._starts, self.nbytes = laid_out(self._buffers)
         """Where local buffers begin in the arena, and the bytes of it that a run needs at most."""
@@ -298,7 +299,7 @@ class ValueTable:
 
     def address(self, view: ir.View, member: int | None = None) -> Callable[[], int]:
         """Returns a function that gives the address of a view in each run, here or at a member."""
-        box, items, copies, name = self.box(view), self.items, self.copies, view.buffer
+        box, items, name = self.box(view), self.items, view.buffer
         memory, skip = self._memory(name, member), box.offset * box.dtype.itemsize
         if name in self._starts:
             start = self._starts[name] + self._buffers[name].offset
@@ -310,7 +311,7 @@ class ValueTable:
             place = self._families[name].place
             return lambda: items[place].data_ptr() + found.now[0]
         if len(memory) == 2:
-            return lambda: found.now[copies[name]]
+            return lambda: found.now[self.takes[name] & 1]
         return lambda: found.now[0]
 
     def family(self, name: str) -> tuple[int, ...]:
@@ -322,28 +323,29 @@ class ValueTable:
         """Makes the tensors that `begin` allocates where they are not given."""
         return {name: make() for name, make in self.allocated.items()}
 
-    def begin(self, given: Mapping[str, torch.Tensor], uses: Mapping[str, Use]) -> None:
+    def begin(self, given: Mapping[str, torch.Tensor], takes: Mapping[str, int]) -> None:
         """Fills in what this run was given, its slots' copies and the buffers it allocates."""
-        items, copies = self.items, self.copies
         for name, tensor in given.items():
             self.bind(name, tensor)
-        for name, use in uses.items():
-            copies[name] = use.copy
-        for place, (name, pair) in self._symmetric.items():
-            items[place] = pair[uses[name].copy]
-        for name, make in self.allocated.items():
-            if name not in given:
-                self.bind(name, make())
+        self._fill(takes, given)
 
-    def start(self, tensors: Sequence[torch.Tensor], uses: Mapping[str, Use]) -> None:
+    def start(self, tensors: Sequence[torch.Tensor], takes: Mapping[str, int]) -> None:
         """`begin` for the tensors of all inputs, and then outputs, in the Program's order."""
         items = self.items
         items[: len(tensors)] = tensors
         for family in self._viewed:
             for place, box in family.views.items():
                 items[place] = derive(items[family.place], box)
-        if uses or self._symmetric or self.allocated:
-            self.begin({}, uses)
+        if takes or self.allocated:
+            self._fill(takes, ())
+
+    def _fill(self, takes: Mapping[str, int], given: Container[str]) -> None:
+        self.takes = takes
+        for place, (name, pair) in self._symmetric.items():
+            self.items[place] = pair[takes[name] & 1]
+        for name, make in self.allocated.items():
+            if name not in given:
+                self.bind(name, make())
 
     def bind(self, name: str, tensor: torch.Tensor) -> None:
         family, items = self._families[name], self.items

@@ -155,9 +155,14 @@ def process_groups() -> list[dist.ProcessGroup]:
     return [*dist.distributed_c10d._world.pg_map]
 
 
+def live_groups() -> Any:
+    """A collection of this process's groups, at any time: torch changes it in place."""
+    return dist.distributed_c10d._world.pg_map
+
+
 def is_process_group(group: dist.ProcessGroup | None) -> bool:
     """True if a process group lives in this process."""
-    return group in dist.distributed_c10d._world.pg_map
+    return group in live_groups()
 
 
 def default_group() -> dist.ProcessGroup:

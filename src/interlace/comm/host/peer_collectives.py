@@ -61,7 +61,7 @@ def bind_peer_collective(space: Workspace, spec: Spec, number: int) -> Run:
             for place, part in zip(places, taken, strict=True):
                 place.copy_(part)
         else:
-            reduce_into(into, taken, spec.reduce or "sum")
+            reduce_into(taken, spec.reduce or "sum", out=into)
 
     rooted = spec.kind in ("gather", "reduce") and spec.me != spec.root
     wants = spec.kind != "barrier" and not rooted

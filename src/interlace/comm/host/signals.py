@@ -20,7 +20,7 @@ from __future__ import annotations
 import platform
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -32,10 +32,13 @@ from interlace.errors import CommTimeoutError
 from interlace.ir import VALUE_BITS
 
 T = TypeVar("T")
+Cells = memoryview | list[int]
+Missing = Callable[[list[int]], str]
+"""Text about those of some cells, by their numbers, that have not come to a mark."""
 SPINS = 50
 LONGEST_SLEEP_S = 0.001
 CHECK_EVERY_S = 0.005
-SLICE_S = 0.05
+SLICE = timedelta(seconds=0.05)
 SETTLED_S = 0.5
 """Time for a transfer that is given up to end by itself."""
 
@@ -52,6 +55,13 @@ def fence() -> None:
     lock.acquire()
     lock.release()
     lock.acquire()
+
+
+def tell(cells: Sequence[tuple[Cells, int]], mark: int) -> None:
+    """Writes a mark into these cells, after everything that came before."""
+    fence()
+    for cell, at in cells:
+        cell[at] = mark
 
 
 def _nothing() -> None:
@@ -94,11 +104,20 @@ class BoundedWait:
         for _ in range(spins):
             if ready():
                 return fence()
-        now, patience, state = time.monotonic(), Patience(self.timeout_s), self.progress()
-        next_check, pause = now + CHECK_EVERY_S, 10e-6
+        pause, first_check = 10e-6, time.monotonic() + CHECK_EVERY_S
+        while not ready():
+            if time.monotonic() >= first_check:
+                return self._until_late(ready, missing)
+            time.sleep(pause)
+            pause = min(pause * 1.3, LONGEST_SLEEP_S)
+        return fence()
+
+    def _until_late(self, ready: Callable[[], bool], missing: Callable[[], str] | None) -> None:
+        """The rest of a wait that takes long enough to look whether it has become pointless."""
+        patience, state, next_check = Patience(self.timeout_s), self.progress(), 0.0
         late = missing and (lambda: _lines(self.describe(), missing()))
         while not ready():
-            if now >= next_check:
+            if time.monotonic() >= next_check:
                 self.check()
                 if (found := self.progress()) != state:
                     state = found
@@ -107,11 +126,25 @@ class BoundedWait:
                     error = self.late(missing() if missing else "")
                     self.check()  # a peer may have failed while this rank found out who is missing
                     raise error
-                next_check = now + CHECK_EVERY_S
-            time.sleep(pause)
-            pause = min(pause * 1.3, LONGEST_SLEEP_S)
-            now = time.monotonic()
+                next_check = time.monotonic() + CHECK_EVERY_S
+            time.sleep(LONGEST_SLEEP_S)
         return fence()
+
+    def for_marks(
+        self, cells: Sequence[tuple[Cells, int]], mark: int, missing: Missing | None = None
+    ) -> None:
+        """Returns when each of these cells has come to `mark`; `missing` tells of those that have
+        not, by their numbers."""
+        for cell, at in cells:
+            if cell[at] < mark:
+                break
+        else:
+            return fence()
+
+        def late() -> list[int]:
+            return [n for n, (cell, at) in enumerate(cells) if cell[at] < mark]
+
+        return self.until(lambda: not late(), missing and (lambda: missing(late())))
 
     def result_of(self, call: Errand[T], missing: Callable[[], str]) -> T:
         """The result of a call once it is back. To be woken costs less than to look, and spins
@@ -123,7 +156,7 @@ class BoundedWait:
         """Returns when a torch `Work` is done; raises its error."""
         try:
             self.until(work.is_completed, self.behind)
-            work.wait(timedelta(seconds=SLICE_S))
+            work.wait(SLICE)
         except BaseException:
             leave(work.is_completed, self.cut)
             raise

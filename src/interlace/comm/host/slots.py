@@ -6,27 +6,20 @@ may be a run ahead of its peers without a barrier, and slots of one name are sha
 whose buffers fit into them.
 
     pool.ensure("1", {"s0": 1 << 20}, timeout_s=60)    # all ranks, while they prepare
-    use = pool.slots["s0", 1 << 20].next_use()          # a take: which copy, and its number
+    slot = pool.slots["s0", 1 << 20]
+    take, slot.takes = slot.takes, slot.takes + 1       # the number of a take
+    slot.take(take, wait, where)                        # its copy: slot.copies[member][take % 2]
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from interlace.comm.host.shared_memory import PAGE, Segment, align, share
-from interlace.comm.host.signals import BoundedWait, fence
+from interlace.comm.host.signals import BoundedWait, tell
 from interlace.comm.rendezvous.board import Board
 
 Members = Callable[[list[int]], str]
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """One take of a slot: the copy it has, and how often that copy was used before."""
-
-    copy: int
-    count: int
 
 
 class Slot:
@@ -36,38 +29,29 @@ class Slot:
         self, name: str, nbytes: int, segments: tuple[Segment, ...], me: int, at: int, cell: int
     ) -> None:
         self.name, self.nbytes, self.me = name, nbytes, me
-        self._cells = [segment.cells for segment in segments]
-        self._cell, self._takes = cell, 0
+        self.takes = 0
+        """The number of the next take, which every rank counts alike; `take` waits for its copy."""
+        self._cells = [[(segment.cells, cell + n) for segment in segments] for n in (0, 1)]
+        """Cells in which each rank says how often it has given a copy back, by copy."""
         self.copies = [
             tuple(segment.bytes(at + copy * align(nbytes), nbytes) for copy in (0, 1))
             for segment in segments
         ]
         """`copies[member][copy]`: that rank's memory, as bytes."""
 
-    def next_use(self) -> Use:
-        """The next take, which every rank counts alike; `take` waits for its copy."""
-        take = self._takes
-        self._takes += 1
-        return Use(take % 2, take // 2)
+    def take(self, number: int, wait: BoundedWait, where: Members) -> None:
+        """Returns when every rank has given back the take before the last, of the same copy."""
+        missing = lambda late: f"slot {self.name} was not given back; {where(late)}"  # noqa: E731
+        wait.for_marks(self._cells[number % 2], number // 2, missing)
 
-    def take(self, use: Use, wait: BoundedWait, where: Members) -> None:
-        """Returns when every rank has given back the previous use of this copy."""
-        at, cells = self._cell + use.copy, self._cells
-
-        def missing() -> str:
-            late = [i for i, theirs in enumerate(cells) if theirs[at] < use.count]
-            return f"slot {self.name} was not given back; {where(late)}"
-
-        wait.until(lambda: all(theirs[at] >= use.count for theirs in cells), missing)
-
-    def free(self, use: Use) -> None:
-        fence()
-        self._cells[self.me][self._cell + use.copy] = use.count + 1
+    def free(self, number: int) -> None:
+        tell([self._cells[number % 2][self.me]], number // 2 + 1)
 
     def reset(self) -> None:
-        self._takes = 0
+        self.takes = 0
         for copy in (0, 1):
-            self._cells[self.me][self._cell + copy] = 0
+            cell, at = self._cells[copy][self.me]
+            cell[at] = 0
 
 
 class SlotPool:

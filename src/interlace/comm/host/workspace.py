@@ -2,8 +2,8 @@
 
     demand = Demand(signals=("ready",), stage_nbytes=4096)
     space = Workspace(team, "forward", demand, timeout_s=60)      # all ranks, together
-    space.notify("ready", member=1, value=2)
-    space.expect("ready", member=1, value=2, wait=wait)
+    tell(space.raised("ready", members=(1,)), stamp(run, 2))
+    wait.for_marks(space.awaited("ready", members=(1,)), stamp(run, 2), missing)
 
 Every rank has one segment: cells that count, then bytes. Its layout may differ from rank to rank,
 so each tells it to the others. Stamps carry the number of the run and are never reset.
@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from interlace.comm.host.shared_memory import PAGE, align, share
-from interlace.comm.host.signals import BoundedWait, fence, stamp
+from interlace.comm.host.signals import BoundedWait, tell
 from interlace.comm.rendezvous.board import Note
 from interlace.comm.teams import TeamComm
 
@@ -45,39 +45,21 @@ class Workspace:
         members = zip(shared.segments, shared.notes, strict=True)
         self.stages = [segment.bytes(*told["stage"]) for segment, told in members]
 
-    def notifier(self, signal: str, members: tuple[int, ...]) -> list[tuple[memoryview, int]]:
+    def raised(self, signal: str, members: tuple[int, ...]) -> list[tuple[memoryview, int]]:
         """The cells that raise `signal` on these members; a member that never looks has none."""
         firsts = [(member, self._notes[member]["signals"].get(signal)) for member in members]
         me = self.team.me
         return [(self._cells[member], first + me) for member, first in firsts if first is not None]
 
-    def notify(self, cells: list[tuple[memoryview, int]], value: int) -> None:
-        """Raises a signal, after everything that came before it."""
-        mark = stamp(self.team.control.run, value)
-        fence()
-        for cell, at in cells:
-            cell[at] = mark
-
-    def expect(self, signal: str, members: tuple[int, ...], value: int, wait: BoundedWait) -> None:
-        """Returns when all these members have raised `signal` to `value` in this run."""
-        control, mine = self.team.control, self._cells[self.team.me]
-        mark = stamp(control.run, value)
-        first = self._notes[self.team.me]["signals"][signal]
-        for member in members:
-            at = first + member
-            if mine[at] < mark:
-                control.meet(member, wait)
-                wait.until(lambda at=at: mine[at] >= mark, lambda m=member: control.where([m]))
-        fence()
+    def awaited(self, signal: str, members: tuple[int, ...]) -> list[tuple[memoryview, int]]:
+        """The cells by which these members raise `signal` here."""
+        first, mine = self._notes[self.team.me]["signals"][signal], self._cells[self.team.me]
+        return [(mine, first + member) for member in members]
 
     def arrived(self, mark: int) -> None:
         """This rank's staging area holds what it gives to the collective with this stamp."""
-        fence()
-        self._cells[self.team.me][ARRIVED] = mark
+        tell([(self._cells[self.team.me], ARRIVED)], mark)
 
     def await_arrivals(self, mark: int, wait: BoundedWait) -> None:
-        def missing() -> str:
-            late = [i for i, cells in enumerate(self._cells) if cells[ARRIVED] < mark]
-            return self.team.control.where(late)
-
-        wait.until(lambda: all(cells[ARRIVED] >= mark for cells in self._cells), missing)
+        cells = [(each, ARRIVED) for each in self._cells]
+        wait.for_marks(cells, mark, self.team.control.where)

@@ -151,7 +151,7 @@ class Board:
                 self.ended(self.ranks)  # so that their processes are known
             others = {rank: life for rank, life in self.lives.items() if rank != self.rank}
             while not patience.is_over() and not self._is_lost:
-                staying = [rank for rank, life in others.items() if life.alive(now=True)]
+                staying = [rank for rank, life in others.items() if life.alive()]
                 if all(map(self.word, staying)):
                     return
                 time.sleep(SLICE_S)

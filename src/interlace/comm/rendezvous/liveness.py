@@ -31,6 +31,7 @@ from interlace.torch_private import backend_of, default_group, uses_agents_store
 Note = dict[str, Any]
 """A small JSON text that a rank leaves in the store."""
 PROBE_EVERY_S = 0.05
+"""Time between questions to the system whether processes still run."""
 END_S = 0.5
 """Time for a process to end once its connections are closed."""
 PROBE_TAG = (1 << 30) + 7
@@ -171,7 +172,6 @@ class PeerProcess:
     def __init__(self, descriptor: int | None, pid: int = 0, ended: bool = False) -> None:
         self._descriptor = descriptor
         self._pid = pid
-        self._next_probe = 0.0
         self._ended = ended
 
     @classmethod
@@ -200,12 +200,10 @@ class PeerProcess:
     def seen(self) -> bool:
         return self._descriptor is not None or self._ended
 
-    def alive(self, *, now: bool = False) -> bool:
-        """True if the process still runs; asks the system at most every `PROBE_EVERY_S`, or now."""
-        time_now = time.monotonic()
-        if self._descriptor is None or self._ended or (not now and time_now < self._next_probe):
+    def alive(self) -> bool:
+        """True if the process still runs."""
+        if self._descriptor is None or self._ended:
             return not self._ended
-        self._next_probe = time_now + PROBE_EVERY_S
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
         self._ended = bool(poll.poll(0))
@@ -237,7 +235,7 @@ def lost_store(
     patience = Patience(END_S)
     # Asked anew: whoever ended did so an instant before the store did, or at that moment.
     while True:
-        ended = {each for each, life in lives.items() if not life.alive(now=True)}
+        ended = {each for each, life in lives.items() if not life.alive()}
         if rank and (0 not in lives or not lives[0].seen):
             call = Errand(lambda: disconnected(0))  # gloo may connect only now
             ended |= {0} if call.is_back(PROBE_EVERY_S) and call.result() else set()

@@ -2,8 +2,8 @@
 what they are not.
 
     key = signature(args)                       # what a Program depends on
-    results = executor.run(imported.to_inputs(args))
-    outputs = imported.to_outputs(results, args)
+    inputs = [args[position] for position in imported.inputs]
+    results = executor.run(imported.completed(inputs))  # the graph's outputs: `Bound.run`
 
 DTensor hands out `AsyncCollectiveTensor`s, which wait when they are first used. AOTAutograd takes
 them for a subclass of its own kind and loses their gradient's way back, so they become plain
@@ -66,9 +66,20 @@ class Imported:
     symbols: Mapping[str, str] = field(default_factory=dict[str, str])
     """TorchDynamo's symbol for each named size of the Program."""
 
-    def to_inputs(self, args: Sequence[Any]) -> list[torch.Tensor]:
-        """The Program's inputs, from the graph's arguments."""
-        return self.completed([args[position] for position in self.inputs])
+    completes: bool = field(init=False, compare=False)
+    """True if `completed` does something."""
+    others: tuple[Opaque | Fixed, ...] = field(init=False, compare=False)
+    """Outputs of the graph that are no results of the Program."""
+    places: tuple[int, ...] = field(init=False, compare=False)
+    """For each output of the graph: its place in the results with the others behind them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "completes", bool(self.awaited or self.constants or self.lazy))
+        others = tuple(each for each in self.outputs if not isinstance(each, int))
+        object.__setattr__(self, "others", others)
+        behind = iter(range(-len(others), 0))
+        places = [each if isinstance(each, int) else next(behind) for each in self.outputs]
+        object.__setattr__(self, "places", tuple(places))
 
     def completed(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """All of the Program's inputs, from those among the graph's arguments."""
@@ -78,15 +89,6 @@ class Imported:
         for index in self.lazy:
             inputs[index] = resolved(inputs[index])
         return inputs
-
-    def to_outputs(self, results: Sequence[object], args: Sequence[object]) -> list[object]:
-        """The graph's outputs, from the Program's results and the graph's arguments."""
-        return [
-            results[place]
-            if isinstance(place, int)
-            else (args[place.position] if isinstance(place, Opaque) else place.value)
-            for place in self.outputs
-        ]
 
 
 def signature(args: Sequence[object]) -> Hashable:
@@ -101,25 +103,6 @@ def signature(args: Sequence[object]) -> Hashable:
         else (arg if isinstance(arg, bool | int | float) else None)
         for arg in args
     )
-
-
-def has_signature(args: Sequence[object], key: Hashable) -> bool:
-    """Returns True if `signature(args)` is `key`, in half the time and without hashing."""
-    assert isinstance(key, tuple)
-    if len(args) != len(key):
-        return False
-    for arg, known in zip(args, key, strict=True):
-        if isinstance(arg, torch.Tensor):
-            if known.__class__ is not tuple:
-                return False
-            shape, strides, dtype = known
-            if arg.dtype is not dtype or arg.shape != shape:
-                return False
-            if arg.stride() != strides and strides_of(arg) != strides:
-                return False
-        elif (arg if isinstance(arg, bool | int | float) else None) != known:
-            return False
-    return True
 
 
 def strides_of(arg: torch.Tensor) -> tuple[int, ...]:

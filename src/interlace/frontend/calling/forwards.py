@@ -6,8 +6,8 @@
 Layers alike share one compiled graph, and autograd may go backward through them in another order on
 each rank. So the runs of a forward graph are counted, and a backward pass that communicates carries
 the number of its own (`origin` of `Executor.run`). AOTAutograd hands nothing on but what is saved,
-so a pass is known by the storages of all that it saved. Where hooks pack what is saved (to offload
-it, say) the number is not found, on all ranks alike.
+so a pass is known by the storage of a tensor that it made and saved, or of all where it made none.
+Where hooks pack what is saved (to offload it, say) the number is not found, on all ranks alike.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from collections.abc import Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
 
-from interlace.comm import num_resets
+from interlace.comm import counts
 
 MOST = 4096
 """Forward passes whose backward is still to come; the number of an earlier one is not found."""
@@ -33,41 +34,36 @@ class Forwards:
         self.saved_inputs: Sequence[bool | None] = ()
         """For each tensor among these that is an input of forward, or a view of one, true if it
         lies elsewhere in each call, and false for parameters and buffers; None for the others."""
+        self.marks = slice(None)
+        """Which of the tensors that backward takes tell one pass from another."""
         self.are_counted = False
         """True if backward communicates; else no pass need be known."""
         self._number = self._resets = 0
-        self._numbers: dict[frozenset[int], tuple[int, list[StorageWeakRef]]] = {}
-        """Numbers of passes, with what tells that their storages live: it keeps their addresses
-        from coming again."""
+        self._numbers: dict[frozenset[StorageWeakRef], int] = {}
+        """Numbers of passes. A reference to a storage is equal to one to the same storage alone:
+        while there is one, its address does not come again."""
 
     def note(self, results: Sequence[object]) -> None:
         """A forward pass was run."""
         if not self.are_counted:
             return
-        if (resets := num_resets()) != self._resets:  # ranks may have counted apart until then
+        if (resets := sum(counts.values())) != self._resets:  # until then ranks may count apart
             self._resets, self._number, self._numbers = resets, 0, {}
         self._number += 1
         if len(self._numbers) >= 2 * MOST:
-            self._numbers = {k: item for k, item in self._numbers.items() if self._lasts(*item)}
-        saved = _storages(results[len(results) - self.num_saved :])
-        key = frozenset([storage._cdata for storage in saved])
-        self._numbers[key] = self._number, [*map(StorageWeakRef, saved)]
+            oldest = self._number - MOST
+            self._numbers = {key: n for key, n in self._numbers.items() if n > oldest}
+        self._numbers[self._key(results[len(results) - self.num_saved :])] = self._number
 
     def origin(self, args: Sequence[object]) -> str | None:
         """The name of the forward pass that saved these arguments; empty where it is not known,
         None where it need not be."""
         if not self.are_counted:
             return None
-        key = frozenset([storage._cdata for storage in _storages(args[: self.num_saved])])
-        number, storages = self._numbers.get(key, (-MOST, []))
-        return f"of forward {number}" if self._lasts(number, storages) else ""
+        number = self._numbers.get(self._key(args[: self.num_saved]), -MOST)
+        return f"of forward {number}" if number > self._number - MOST else ""
 
-    def _lasts(self, number: int, storages: Sequence[StorageWeakRef]) -> bool:
-        recent = self._number - MOST < number <= self._number
-        return recent and not any(storage.expired() for storage in storages)
-
-
-def _storages(values: Sequence[object]) -> list[torch.UntypedStorage]:
-    """The storages of plain tensors."""
-    plain = [v for v in values if type(v) is torch.Tensor or type(v) is torch.nn.Parameter]
-    return [tensor.untyped_storage() for tensor in plain]
+    def _key(self, saved: Sequence[object]) -> frozenset[StorageWeakRef]:
+        """The storages of plain tensors among those that tell one pass from another."""
+        plain = [v for v in saved if type(v) is torch.Tensor or type(v) is Parameter]
+        return frozenset([StorageWeakRef(tensor.untyped_storage()) for tensor in plain[self.marks]])

@@ -2,8 +2,8 @@
 
     imported = import_graph(gm, name="forward", teams=teams)
     print(imported.program)
-    results = executor.run(imported.to_inputs(args))
-    outputs = imported.to_outputs(results, args)
+    results = executor.run(imported.completed([args[place] for place in imported.inputs]))
+    outputs = [results[place] for place in imported.places]      # with `others` behind them
 
 Compute nodes become Calls that make their own results; aten view operators become steps of Views
 and cost nothing; functional collectives become Collectives into fresh buffers, and `wait_tensor`

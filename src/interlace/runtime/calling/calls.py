@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from interlace.comm.collectives import reduce_into
 from interlace.errors import ExecutorError, ProgramError
 from interlace.ir import Arg, Box, Buffer, Call, Region, View
 from interlace.ir.sizes import Size, numbers
@@ -116,7 +117,10 @@ def bind_call(
         shares = may_share(fn)
     else:
         fn, shares = _region(op, region, values, device, compile_regions)
-    call = _invoke(QUICK.get(op.fn, fn), op, values, device)
+    quick = QUICK.get(op.fn, fn)
+    if op.fn == "interlace.sum_slots" and device.type == "cpu" and not op.fresh:
+        quick = reduce_into  # as the collectives of `peer` do: without a look at the device
+    call = _invoke(quick, op, values, device)
     if op.fresh:
         return _fresh(op, shares, call, values)
     if op.mutates or not op.outs:

@@ -26,12 +26,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
-from interlace.comm import TeamComm, Use
+from interlace.comm import TeamComm
 from interlace.comm.cuda.driver import Driver, Event
 from interlace.errors import BackendError, ExecutorError
 from interlace.ir import Alloc, Call, Copy, Free, views_in
@@ -57,7 +57,7 @@ Fit = Callable[[Sequence[torch.Tensor]], Any]
 MARKS = 1024
 """Runs whose begin and end on the device can be told apart: more than a device queues, which is 340
 of those with the fewest entries, their two marks and a graph (H200, CUDA 13)."""
-NO_USES: Mapping[str, Use] = MappingProxyType({})
+NO_TAKES: Mapping[str, int] = MappingProxyType({})
 
 
 class Here(threading.local):
@@ -113,7 +113,7 @@ class CudaEngine(Engine):
         self.last: tuple[int, Event] | None = None
         self._owners: list[Any] = [*self.sides] or [self]
         self._arena: Arena | None = None
-        self._uses: dict[tuple[int, ...], Mapping[str, Use]] = {(): NO_USES}
+        self._takes: dict[tuple[int, ...], Mapping[str, int]] = {(): NO_TAKES}
         self.graphs: Graphs | None = None
         self.warm = False
         """True once a run has been issued op by op, as graphs need before they are captured."""
@@ -183,13 +183,13 @@ class CudaEngine(Engine):
         inputs: Sequence[torch.Tensor],
         out: Sequence[torch.Tensor] | None,
         at: Any = None,
-        boxed: bool = False,
+        boxes: Sequence[list[Any]] = (),
     ) -> Outputs:
         """Issues a run and gives its results, which are there once the caller's stream is. Copies
         into and out of a graph are part of the run: the next one uses the same memory."""
         if at is None:  # `admit` did not look at the current device
             with torch.cuda.device(self.device):
-                return self.issue(inputs, out, (), boxed)
+                return self.issue(inputs, out, (), boxes)
         if self._under_way:
             raise self.nested()
         changed = self.changes.of(inputs, out) if self.changes.always or out is not None else None
@@ -198,10 +198,10 @@ class CudaEngine(Engine):
             self._enter()
         try:
             if graphs is not None and self.warm:
-                return self._replay(graphs, inputs, out, at, boxed)
+                return self._replay(graphs, inputs, out, at, bool(boxes))
             stream, begin, over = self._begin()
             try:
-                results = self._issue_ops(inputs, out, stream, begin, boxed)
+                results = self._issue_ops(inputs, out, stream, begin, boxes)
             except BaseException as error:
                 self._abandon(error, stream, over)
                 raise
@@ -284,7 +284,7 @@ class CudaEngine(Engine):
         out: Sequence[torch.Tensor] | None,
         stream: int,
         begin: Event,
-        boxed: bool,
+        boxes: Sequence[list[Any]],
     ) -> Outputs:
         """Issues the ops one by one, in a table of this run's tensors."""
         context, had_grad = self.context, torch.is_grad_enabled()
@@ -295,9 +295,9 @@ class CudaEngine(Engine):
             made = context.outputs.new() if out is None else out
             if self._arena is not None:
                 self._arena.enter(context.values, stream, self._follows)
-            context.values.start((*inputs, *made), self.uses() if self.sides else NO_USES)
-            if boxed:
-                cast("list[torch.Tensor]", inputs).clear()
+            context.values.start((*inputs, *made), self.takes() if self.sides else NO_TAKES)
+            for box in boxes:
+                box.clear()
             if context.options.trace:
                 self.timed.begin()
             for side in self._used:
@@ -358,17 +358,17 @@ class CudaEngine(Engine):
         finally:
             self.watched.fail(error)
 
-    def uses(self) -> Mapping[str, Use]:
+    def takes(self) -> Mapping[str, int]:
         """Which copy of its slot each symmetric buffer has in the next run."""
         parities = tuple([side.run + 1 & 1 for side in self.sides])
-        if parities not in self._uses:
+        if parities not in self._takes:
             of = dict(zip(map(id, self.sides), parities, strict=True))
             spaces: Any = self.context.resources.spaces
-            self._uses[parities] = {
-                buffer: Use(of[id(spaces[team].side)], 0)
+            self._takes[parities] = {
+                buffer: of[id(spaces[team].side)]
                 for buffer, team in self.context.plan.takes.items()
             }
-        return self._uses[parities]
+        return self._takes[parities]
 
     @property
     def captured(self) -> bool:

@@ -25,6 +25,7 @@ from interlace.comm import (
     exchange,
 )
 from interlace.comm.backends import cut
+from interlace.comm.host.signals import stamp, tell
 from interlace.options import BACKENDS
 from interlace.runtime.calling.calls import Thunk, bind_call
 from interlace.runtime.engine import EngineContext, unbound
@@ -60,7 +61,8 @@ class HostBinder:
             case ir.Free(buffer=name) if self.plan.buffers[name].kind != "local":
                 return self.free(name)
             case ir.Record() | ir.HostSync():
-                return lambda: self.order.reach((index, member))
+                order, cells = self.order, self.order.cells_of((index, member))
+                return lambda: tell(cells, order.run)
             case ir.Wait():
                 return self.pass_by(self.plan.waits[index, member], index)
             case ir.Collective():
@@ -78,13 +80,12 @@ class HostBinder:
                 src = self.values.own(op.src, peer)
                 return self.meeting(index, op.team, peer, src, self.values.own(op.target))
             case ir.Notify():
-                space, value = self.resources.spaces[op.team], op.value
-                cells = space.notifier(op.signal, self.plan.members(op.team, op.peer))
-                return lambda: space.notify(cells, value)
+                space, value = self.resources.spaces[op.team], stamp(0, op.value)
+                control = space.team.control
+                raised = space.raised(op.signal, self.plan.members(op.team, op.peer))
+                return lambda: tell(raised, control.run << ir.VALUE_BITS | value)
             case ir.Expect():
-                space, wait = self.resources.spaces[op.team], self.wait_of(index)
-                facts = op.signal, self.plan.members(op.team, op.peer), op.value
-                return lambda: space.expect(*facts, wait)
+                return self.expect(index, op)
             case ir.Alloc() | ir.Free():
                 return None  # its memory is there, and stays
             case _:
@@ -92,7 +93,16 @@ class HostBinder:
 
     def pass_by(self, point: ir.Spot, index: int) -> Thunk:
         order, wait = self.order, self.order.bounded(self.wait_of(index))
-        return lambda: order.pass_by(point, wait)
+        cells = order.cells_of(point)
+        return lambda: wait.for_marks(cells, order.run)
+
+    def expect(self, index: int, op: ir.Expect) -> Thunk:
+        """Returns when all these members have raised the signal in this run."""
+        space, wait, value = self.resources.spaces[op.team], self.wait_of(index), stamp(0, op.value)
+        members, control = self.plan.members(op.team, op.peer), space.team.control
+        cells = space.awaited(op.signal, members)
+        where = lambda late: control.where([members[n] for n in late])  # noqa: E731
+        return lambda: wait.for_marks(cells, control.run << ir.VALUE_BITS | value, where)
 
     def copy(self, src: int, dst: int) -> Thunk:
         items = self.values.items
@@ -110,15 +120,15 @@ class HostBinder:
         return run
 
     def take(self, index: int, name: str) -> Thunk:
-        slot, uses, wait = self.resources.slots[name], self.resources.uses, self.wait_of(index)
+        slot, takes, wait = self.resources.slots[name], self.resources.takes, self.wait_of(index)
         control = self.resources.teams[self.plan.takes[name]].control
-        return lambda: slot.take(uses[name], wait, control.where)
+        return lambda: slot.take(takes[name], wait, control.where)
 
     def free(self, name: str) -> Thunk:
         """Gives back the slot of a symmetric buffer, or lets go of a fresh one or of an input."""
         if self.plan.buffers[name].kind == "symmetric":
-            slot, uses = self.resources.slots[name], self.resources.uses
-            return lambda: slot.free(uses[name])
+            slot, takes = self.resources.slots[name], self.resources.takes
+            return lambda: slot.free(takes[name])
         items, places = self.values.items, self.values.family(name)
 
         def run() -> None:
@@ -146,17 +156,17 @@ class HostBinder:
                 backend, replace(spec, parts=parts), wait.timeout_s
             )
         run = self.values.sizes.sized(spec.parts, bind)
-        before = (op.team, turn.backend, turn.number - 1) if turn.number > 1 else None
-        mine = (op.team, turn.backend, turn.number)
+        last = op.team, turn.backend, turn.number - 1
+        before = order.cells_of(last) if turn.number > 1 else []
+        mine = order.cells_of((op.team, turn.backend, turn.number))
         own_turn = order.bounded(wait)
 
         def thunk() -> None:
-            if before is not None:
-                order.pass_by(before, own_turn)
+            own_turn.for_marks(before, order.run)
             control.reach(queue, turn.number, wait)
             source = None if src is None else items[src]
             run.now(source, None if dst is None else items[dst], wait)
-            order.reach(mine)
+            tell(mine, order.run)
 
         return thunk
 

@@ -24,13 +24,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import length_hint
 from queue import Empty, SimpleQueue
-from typing import cast
+from typing import Any
 
 import torch
 
 from interlace.comm import BoundedWait, Slot, Workspace
 from interlace.comm.between_hosts import ASK_S
 from interlace.comm.control import DONE, ENTERED, PROGRESS, STREAMS, progress_of
+from interlace.comm.host.signals import Cells
 from interlace.comm.rendezvous.patience import Patience
 from interlace.errors import ExecutorError, InterlaceError, PeerError
 from interlace.ir import VALUE_BITS, Op
@@ -38,8 +39,10 @@ from interlace.runtime.calling.calls import Outputs, Thunk, in_turn
 from interlace.runtime.engine import Engine, EngineContext, ShareRequest, TeamResources
 from interlace.runtime.host.binder import HostBinder
 from interlace.runtime.prepare.plan import listed
-from interlace.torch_private import set_grad_enabled
+from interlace.torch_private import live_groups, set_grad_enabled
 
+LOOK_EVERY_S = 0.1
+"""Time between looks at streams that take long."""
 GRACE_S = 1.0
 """Seconds in which a failed transfer looks for the peer whose end explains it."""
 Progress = Callable[[int], Sequence[tuple[int, float]]]
@@ -59,7 +62,8 @@ class CpuEngine(Engine):
         self._spans: list[tuple[int, float, float]] = []
         self._program, self._rank = context.plan.program, context.plan.rank
         self._flight, resources = context.flight, context.resources
-        self._inputs, self._outputs = context.inputs, context.outputs
+        self._fit, self._fit_outputs = context.inputs.fit, context.outputs.fit
+        self._outputs = context.outputs
         self._results, self._label = context.results, context.label
         self._failure: BaseException | None = None
         self._failing = threading.Lock()
@@ -68,6 +72,7 @@ class CpuEngine(Engine):
         self._grace_s = GRACE_S + (ASK_S if self._apart else 0.0)
         streams = context.plan.program.streams()
         self._controls = [control for _, _, control in self._teams]
+        self._groups = live_groups()
         self._cells: list[Cells] = [control.cells for control in self._controls]
         """The cells in which streams tell where they are; the last ones tell it of all streams."""
         self._own: list[int] = []
@@ -81,8 +86,8 @@ class CpuEngine(Engine):
         self._order = StreamOrder(lambda: [op for op, _ in progress(flight.run)], self._grace_s)
         self._first, *self._others = self._bind(context) or [Stream("")]
         self._workers = [StreamThread(stream.name, self._drive) for stream in self._others]
-        self._uses, self._end = resources.uses, context.values.end
-        self._takes = [(buffer, resources.slots[buffer]) for buffer in context.plan.takes]
+        self._takes, self._end = resources.takes, context.values.end
+        self._taken = [(buffer, resources.slots[buffer]) for buffer in context.plan.takes]
         self._values = context.values
         self._arena = context.arena if context.values.nbytes else None
         if self._arena is not None:
@@ -169,10 +174,10 @@ class CpuEngine(Engine):
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> object | None:
         """True where the tensors fit, and no team was reset or has gone or failed."""
-        if not self._inputs.fit(inputs) or (out is not None and not self._outputs.fit(out)):
+        if not self._fit(inputs) or (out is not None and not self._fit_outputs(out)):
             return None
         for team, resets, control in self._teams:
-            if team.is_gone or not team.is_as_of(resets, control):
+            if team.resets != resets or team.group() not in self._groups or not control.quiet():
                 return None
         return True
 
@@ -181,50 +186,37 @@ class CpuEngine(Engine):
         inputs: Sequence[torch.Tensor],
         out: Sequence[torch.Tensor] | None,
         at: object | None = None,
-        boxed: bool = False,
+        boxes: Sequence[list[Any]] = (),
     ) -> Outputs:
         """Enters the teams, fills the table, drives the streams and reads the results."""
-        if self._under_way:
-            raise self.nested()
-        entry = self._label.entry
+        if self._under_way or self._lost:
+            raise self._hanging() if self._lost else self.nested()
         had_grad = torch.is_grad_enabled()
         try:
             self._under_way = True
             if had_grad:
                 self._grad(False)
-            if self._cells:
-                for control in self._controls:
-                    self._flight.run = control.enter(*entry)
-                if self._own:
-                    self._own[ENTERED] += 1
-                    self._flight.run = self._own[ENTERED]
-                for control, contacts in self._apart:
-                    control.begin(contacts)
-                for control, _ in self._apart:
-                    wait = self.context.wait_for("the begin of a run", self.check_teams)
-                    control.meet_all(wait)
-                for buffer, slot in self._takes:
-                    self._uses[buffer] = slot.next_use()
-                self._order.run += 1
-                self._spans.clear()
+            for control in self._controls:
+                self._flight.run = control.enter(*self._label.entry)
+            for buffer, slot in self._taken:
+                self._takes[buffer] = slot.takes
+                slot.takes += 1
+            self._order.run += 1
+            if self._own or self._apart:
+                self._enter_further()
             if out is None:
                 out = self._outputs.new() if self._outputs.names else ()
             if self._arena is not None:
                 self._arena.enter(self._values)
-            self._values.start((*inputs, *out), self._uses)
-            if boxed:
-                cast("list[torch.Tensor]", inputs).clear()
-            if self._others:
+            self._values.start((*inputs, *out), self._takes)
+            for box in boxes:
+                box.clear()
+            if self._workers:
                 self._drive_all()
             else:
                 self._drive(self._first)
-            if (failure := self._failure) is not None:
-                try:
-                    if isinstance(failure, InterlaceError):
-                        failure.with_traceback(None)  # frames of ours: the message has the op
-                    raise failure
-                finally:
-                    del failure  # else its own traceback would keep it, and the run's tensors
+            if self._failure is not None:
+                self._raise_failure()
             results = self._results()
             for control in self._controls:
                 control.leave()
@@ -234,46 +226,76 @@ class CpuEngine(Engine):
             self._leave(had_grad)  # all of it: an interrupt may have come amid the one above
             raise
 
+    def _enter_further(self) -> None:
+        """Enters a run in this engine's own cells, and meets ranks of other hosts."""
+        if self._own:
+            self._own[ENTERED] += 1
+            self._flight.run = self._own[ENTERED]
+            self._spans.clear()
+        for control, contacts in self._apart:
+            control.begin(contacts)
+        for control, _ in self._apart:
+            control.meet_all(self.context.wait_for("the begin of a run", self.check_teams))
+
+    def _raise_failure(self) -> None:
+        failure = self._failure
+        try:
+            if isinstance(failure, InterlaceError):
+                failure.with_traceback(None)  # frames of ours: the message has the op
+            assert failure is not None
+            raise failure
+        finally:
+            del failure  # else its own traceback would keep it, and the run's tensors
+
     def _leave(self, had_grad: bool) -> None:
         """Whatever the run did to the process is undone."""
+        if self._failure is not None:
+            self._leave_failure()
         if self._arena is not None:
-            if self._lost or (self._failure is not None and self._teams):
-                self._arena.abandon()  # transfers of gloo, or a hanging stream, may go on writing
             self._arena.leave(self._values)
-        if not self._lost:  # else that stream is to stop
-            self._failure = None
         self._end()
         if had_grad:
             self._grad(True)
         self._under_way = False
+
+    def _leave_failure(self) -> None:
+        if self._arena is not None and (self._lost or self._teams):
+            self._arena.abandon()  # transfers of gloo, or a hanging stream, may go on writing
+        if not self._lost:  # else that stream is to stop
+            self._failure = None
 
     def check(self) -> None:
         """Raises where waiting on is pointless: this rank or a peer has failed."""
         if self._failure is not None:
             raise Stopped
         for _, _, control in self._teams:
-            control.check()
+            control.check_run()
 
     def _drive_all(self) -> None:
         """Runs every stream to its end, each on its thread; an interrupt stops the streams before
         it is raised."""
-        if self._lost:
-            raise ExecutorError(
-                f"stream {self._lost} of rank {self._rank} still hangs: make another"
-            )
         mode = torch.get_num_threads(), torch.is_inference_mode_enabled()
         try:
             for worker, stream in zip(self._workers, self._others, strict=True):
                 worker.start_run(stream, mode)
             self._drive(self._first)
+            for worker in self._workers:
+                worker.done.get(timeout=LOOK_EVERY_S)
+                if worker.task is not None:
+                    raise Empty  # that was the end of an earlier run
         except BaseException as error:
+            self._await_streams(error)
+
+    def _await_streams(self, error: BaseException) -> None:
+        """Waits for streams that take long, or are to stop because of an error."""
+        if not isinstance(error, Empty):
             self._fail(error, -1)
         patience: Patience | None = None
         running = [*self._workers]
         while running and not self._lost:
             try:
                 while running and not self._lost:
-                    if running[0].is_done(0.1):
+                    if running[0].is_done(LOOK_EVERY_S):
                         running.pop(0)
                     elif self._failure is not None:  # one that hangs gets a time-out's grace
                         patience = patience or Patience(self.context.timeout_s)
@@ -289,6 +311,9 @@ class CpuEngine(Engine):
             f"stream {self._lost} of rank {self._rank} does not stop: it is in {op}; this Executor "
             "cannot be used again"
         )
+
+    def _hanging(self) -> ExecutorError:
+        return ExecutorError(f"stream {self._lost} of rank {self._rank} still hangs: make another")
 
     def _drive(self, stream: Stream) -> None:
         """Runs the steps of one stream; what goes wrong stops all streams and tells the peers."""
@@ -357,7 +382,6 @@ class CpuEngine(Engine):
 
 
 Bell = SimpleQueue[None]
-Cells = memoryview | list[int]
 
 
 @dataclass(slots=True)
@@ -377,18 +401,20 @@ Task = tuple[Stream, tuple[int, bool]]
 
 
 class StreamOrder:
-    """Points that the streams of one rank await: events, and turns in the teams' queues."""
+    """Points that the streams of one rank await: events, and turns in the teams' queues. Each has a
+    cell for the run that has got there last."""
 
     def __init__(self, stands: Callable[[], list[int]], grace_s: float) -> None:
         """`stands` tells the op that each stream began last; `grace_s` is how much longer than an
         op that waits for peers a stream waits for it."""
         self._stands, self._grace_s = stands, grace_s
-        self._reached: dict[object, int] = {}
+        self._cells: dict[object, list[tuple[Cells, int]]] = {}
         self.run = 0
         """Counts runs: in a new one, every point lies ahead again."""
 
-    def reach(self, point: object) -> None:
-        self._reached[point] = self.run
+    def cells_of(self, point: object) -> list[tuple[Cells, int]]:
+        """The cell of a point, as `tell` and `for_marks` take it."""
+        return self._cells.setdefault(point, [([0], 0)])
 
     def bounded(self, wait: BoundedWait) -> BoundedWait:
         """The wait of an op, as `pass_by` takes it. The waits of the other stream know more of the
@@ -396,28 +422,22 @@ class StreamOrder:
         limit = wait.timeout_s + self._grace_s
         return replace(wait, timeout_s=limit, progress=self._stands)
 
-    def pass_by(self, point: object, wait: BoundedWait) -> None:
-        """Returns when the run has got to this point."""
-        reached, run = self._reached, self.run
-        if reached.get(point) != run:
-            wait.until(lambda: reached.get(point) == run)
-
 
 class StreamThread:
-    """The thread of a stream. `_task` is what it has to do, and None when that is done; the bells
+    """The thread of a stream. `task` is what it has to do, and None when that is done; the bells
     only say that there is something to look at (Note [Interrupts] in patience.py)."""
 
     def __init__(self, name: str, drive: Callable[[Stream], None]) -> None:
         self.name = name
-        self._task: Task | None = None
+        self.task: Task | None = None
         self._stops = False
-        self._go, self._done = Bell(), Bell()
+        self._go, self.done = Bell(), Bell()
         self._drive = drive
         self._thread: threading.Thread | None = None
 
     def _begin(self) -> None:
         """Starts the thread: before the first run, and in a process that was forked since."""
-        self._go, self._done = Bell(), Bell()  # a fork may have left a lock held
+        self._go, self.done = Bell(), Bell()  # a fork may have left a lock held
         self._thread = threading.Thread(
             target=self._live, name=f"interlace stream {self.name}", daemon=True
         )
@@ -427,28 +447,28 @@ class StreamThread:
         """Runs this stream, in the caller's `mode` (number of threads, inference mode)."""
         if self._thread is None or not self._thread.is_alive():
             self._begin()
-        self._task = stream, mode
+        self.task = stream, mode
         self._go.put(None)
 
     def is_done(self, within_s: float) -> bool:
         """True if the run has ended; waits for it up to `within_s` seconds."""
-        if not rung(self._done, within_s):
+        if self.task is not None and not rung(self.done, within_s):
             self._go.put(None)  # an interrupt may have come before it was told to go
-        return self._task is None
+        return self.task is None
 
     def _live(self) -> None:
         num_threads = 0
         while not self._stops:
             self._go.get()
-            if (task := self._task) is None:
+            if (task := self.task) is None:
                 continue
             stream, (wanted, inference) = task  # see Note [Threads and arithmetic]
             if wanted != num_threads:
                 torch.set_num_threads(num_threads := wanted)
             with torch.inference_mode(inference), torch.no_grad():
                 self._drive(stream)
-            self._task = task = stream = None
-            self._done.put(None)
+            self.task = task = stream = None
+            self.done.put(None)
 
     def stop(self, wait: bool) -> None:
         """Ends the thread; does not wait for one that hangs."""

@@ -49,7 +49,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from interlace.comm import Use
 from interlace.comm.cuda.driver import uncollected
 from interlace.comm.cuda.nccl import leave_unregistered
 from interlace.comm.cuda.words import CudaSpace
@@ -359,7 +358,7 @@ class Graphs:
         first = {n: home for n, home in homes.items() if n in outputs or n in values.allocated}
         try:
             given = outputs | first | dict(named)
-            values.begin(given, dict.fromkeys(context.plan.takes, Use(turn, 0)))
+            values.begin(given, dict.fromkeys(context.plan.takes, turn))
             values.homes = {name: homes[name] for name in homes.keys() - first.keys()}
             binding.issue(int(self.memory.stream.cuda_stream), self._entry)
             return context.results()
