@@ -247,6 +247,7 @@ def test_what_a_caller_has_too_is_handed_to_no_backward(visible: str | None) -> 
     handed = [forward.program.returned()[number] for number in forward.graph_use.handed]
     assert len(forward.graph_use.saved) == 3
     assert handed == ([] if visible else [View("mm")])
+    assert backward.graph_use.spent == (frozenset() if visible else {"mm"})
     assert not backward.graph_use.handed
 
 

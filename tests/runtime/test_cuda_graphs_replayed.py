@@ -51,7 +51,7 @@ def backward(
 
 USES = {
     "forward": GraphUse(frozenset({"x"}), frozenset({1, 2, 3, 4}), frozenset({3})),
-    "backward": GraphUse(frozenset({"x", "dy"})),
+    "backward": GraphUse(frozenset({"x", "dy"}), spent=frozenset({"h"})),
 }
 """What the frontend says: of forward, the first result is the caller's."""
 

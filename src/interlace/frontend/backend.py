@@ -266,7 +266,7 @@ def forget_tensors(context: TracingContext | None) -> None:
 
 
 def keep_saved() -> None:
-    """Tells AOTAutograd that backward reuses no memory of what was saved, and so may run again.
+    """Tells AOTAutograd that a backward may run again: it then reuses no memory of what was saved.
 
     It reckons that a backward which is compiled before the first one ran does, and would refuse
     `retain_graph=True`.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from interlace.errors import SizeError
 from interlace.frontend.binding import Bound, bind, with_regions
 from interlace.frontend.caches import Shelf
 from interlace.frontend.calling.arguments import Imported, signature
-from interlace.frontend.calling.forwards import Forwards
+from interlace.frontend.calling.forwards import Forwards, Saved
 from interlace.frontend.dynamo import GraphOrigin
 from interlace.frontend.importing.exchanges import GraphPlaces, KnownPlaces, communications
 from interlace.frontend.importing.importer import import_graph
@@ -302,34 +302,40 @@ class CompiledGraph:
         and buffers, which their module holds."""
         if self.kind != "backward":
             return frozenset()
-        kept = {position for position, moves in self._saved() if moves is False}
-        return frozenset(range(len(self.graph.find_nodes(op="placeholder")))) - kept
+        every = frozenset(range(len(self.graph.find_nodes(op="placeholder"))))
+        return every - self._saved("state")
 
-    def _saved(self) -> Iterable[tuple[int, bool | None]]:
-        """Positions of what forward saved, in a backward, with `Forwards.saved_inputs`."""
+    def _saved(self, kind: Saved) -> set[int]:
+        """Positions of the arguments of a backward that forward saved and that are of this kind."""
         places = enumerate(self.graph.find_nodes(op="placeholder"))
         tensors = [i for i, node in places if isinstance(node.meta.get("val"), torch.Tensor)]
-        return zip(tensors, self.setting.forwards.saved_inputs, strict=False)
+        return {i for i, saved in zip(tensors, self.setting.forwards.saved) if saved == kind}  # noqa: B905
 
     def _graph_use(self, imported: Imported) -> GraphUse:
         """Facts for CUDA graphs: parameters stay, and what forward saves, but for inputs."""
         forwards, state = self.setting.forwards, self.setting.state
         places, program = self.graph.find_nodes(op="placeholder"), imported.program
         anywhere = {i for i, place in enumerate(places) if comes_anywhere(place, state)}
-        if self.kind == "backward":
-            anywhere |= {position for position, moves in self._saved() if moves}
-        names = [buffer.name for buffer in program.params]
-        pairs = zip(names, imported.inputs, strict=False)
-        moving = frozenset([name for name, position in pairs if position in anywhere])
+        params = [buffer.name for buffer in program.params]
+        names = {position: name for position, name in zip(imported.inputs, params)}  # noqa: B905
+        backward = self.kind == "backward"
+        anywhere |= self._saved("input") if backward else set()
+        moving = frozenset([names[i] for i in names.keys() & anywhere])
         if self.kind != "forward":
-            return GraphUse(moving)
+            spent = self._saved("handed") if backward else set[int]()
+            return GraphUse(moving, spent=frozenset([names[i] for i in names.keys() & spent]))
         outputs = imported.outputs[len(imported.outputs) - forwards.num_saved :]
         saved = {number: None for number in outputs if isinstance(number, int)}
         results = dict(enumerate(program.returned()))
-        views = [view for n in saved if isinstance(view := results[n], View)]
-        forwards.saved_inputs = [v.buffer in moving if v.buffer in names else None for v in views]
-        made = [moves is None for moves in forwards.saved_inputs]
+        shown = {v.buffer for n in results.keys() - saved for v in views_in(results[n])}
+        kinds: dict[int, Saved] = {}
+        for number in saved:
+            if isinstance(view := results[number], View):
+                mine: Saved = "shown" if view.buffer in shown else "handed"
+                given: Saved = "input" if view.buffer in moving else "state"
+                kinds[number] = given if view.buffer in params else mine
+        forwards.saved = [*kinds.values()]
+        made = [kind in ("shown", "handed") for kind in forwards.saved]
         forwards.marks = slice(made.index(True), made.index(True) + 1) if any(made) else slice(None)
-        known = {*names, *[v.buffer for n in results.keys() - saved for v in views_in(results[n])]}
-        handed = [n for n in saved if all(v.buffer not in known for v in views_in(results[n]))]
+        handed = [number for number, kind in kinds.items() if kind == "handed"]
         return GraphUse(moving, frozenset(saved), frozenset(handed))

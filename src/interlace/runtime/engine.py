@@ -93,6 +93,8 @@ class GraphUse:
     """Results, by number, that the caller keeps beyond the next runs, as for a backward."""
     handed: frozenset[int] = frozenset()
     """Results in `saved` that nobody has but one later run, which may free them."""
+    spent: frozenset[str] = frozenset()
+    """Inputs that are such results of another Program."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -349,7 +349,7 @@ class ValueTable:
 
     def bind(self, name: str, tensor: torch.Tensor) -> None:
         family, items = self._families[name], self.items
-        if name in self.homes:
+        if self.homes and name in self.homes:
             once(self.homes[name]).copy_(once(tensor))
             tensor = self.homes[name]
         items[family.place] = tensor

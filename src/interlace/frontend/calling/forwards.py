@@ -13,6 +13,7 @@ Where hooks pack what is saved (to offload it, say) the number is not found, on 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,6 +24,10 @@ from interlace.comm import counts
 MOST = 4096
 """Forward passes whose backward is still to come; the number of an earlier one is not found."""
 
+Saved = Literal["state", "input", "shown", "handed"]
+"""Whose a saved tensor is: a parameter or buffer; another input of forward, which lies elsewhere in
+each call; forward's own and the caller's, who has it too; backward's alone."""
+
 
 class Forwards:
     """The forward passes of one compilation, by what they saved."""
@@ -31,9 +36,8 @@ class Forwards:
         self.num_saved = 0
         """Number of values that backward takes from a forward: the last of its results, the first
         of backward's arguments."""
-        self.saved_inputs: Sequence[bool | None] = ()
-        """For each tensor among these that is an input of forward, or a view of one, true if it
-        lies elsewhere in each call, and false for parameters and buffers; None for the others."""
+        self.saved: Sequence[Saved] = ()
+        """Whose each tensor among these is."""
         self.marks = slice(None)
         """Which of the tensors that backward takes tell one pass from another."""
         self.are_counted = False
