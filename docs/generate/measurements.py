@@ -34,9 +34,9 @@ These commands repeat the figures below. All hold for NVIDIA GPUs of one host wi
 random order; a figure is the median of the slowest rank (`benchmarks/README.md`). No other GPU,
 torch or number of ranks was measured ([Support matrix](../reference/support.md)).
 
-**[R](../reference/glossary.md#r)** is the time over the roof: the best whole matmul, or the bytes at the best copy's bandwidth,
-whichever takes longer. Large matmuls run at the GPU's power limit, so clocks differ between
-bursts, and R can be a few percent below 1.
+**[R](../reference/glossary.md#r)** is the time over the roof: the best whole matmul, or the bytes
+at the best copy's bandwidth, whichever takes longer. Large matmuls run at the GPU's power limit,
+so clocks differ between bursts, and R can be a few percent below 1.
 
 ## One communication and its matmul
 
