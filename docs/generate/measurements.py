@@ -40,12 +40,14 @@ so clocks differ between bursts, and R can be a few percent below 1.
 
 ## One communication and its matmul
 
-Four H200s, bf16. M, K and N are those of one rank's matmul. The built-in cost model chose the
-strategy, without a calibration. async-TP is of an earlier run on another host.
+AG+GEMM is an all-gather and then a matmul, GEMM+RS a matmul and then a reduce-scatter, GEMM+AR
+one and then an all-reduce. M, K and N are those of one rank's matmul. Four H200s, bf16; the
+built-in cost model chose the strategy, without a calibration. async-TP is of an earlier run on
+another host.
 
 """
 GRAPHED = """
-CUDA graphs, the same run, where the host limits eager mode most:
+Small shapes in CUDA graphs, of the same run:
 
 """
 SUMMARY = """
