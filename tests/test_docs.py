@@ -273,7 +273,7 @@ def test_counterexample_in_the_readme_is_real() -> None:
 
 
 def test_builder_in_the_reference_makes_a_sound_program() -> None:
-    (code,) = (b.code for b in PYTHON if "with interlace.program(" in b.code)
+    (code,) = (b.code for b in of_page("docs/reference/text.md") if "interlace.program(" in b.code)
     names: dict[str, Any] = {}
     exec(code, names)
     assert len(names["p"].program.ops) == 14

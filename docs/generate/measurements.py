@@ -34,18 +34,20 @@ These commands repeat the figures below. All hold for NVIDIA GPUs of one host wi
 random order; a figure is the median of the slowest rank (`benchmarks/README.md`). No other GPU,
 torch or number of ranks was measured ([Support matrix](../reference/support.md)).
 
-**[R](../reference/glossary.md#r)** is the time over the roof: the best whole matmul, or the bytes at the best copy's bandwidth,
-whichever takes longer. Large matmuls run at the GPU's power limit, so clocks differ between
-bursts, and R can be a few percent below 1.
+**[R](../reference/glossary.md#r)** is the time over the roof: the best whole matmul, or the bytes
+at the best copy's bandwidth, whichever takes longer. Large matmuls run at the GPU's power limit,
+so clocks differ between bursts, and R can be a few percent below 1.
 
 ## One communication and its matmul
 
-Four H200s, bf16. M, K and N are those of one rank's matmul. The built-in cost model chose the
-strategy, without a calibration. async-TP is of an earlier run on another host.
+AG+GEMM is an all-gather and then a matmul, GEMM+RS a matmul and then a reduce-scatter, GEMM+AR
+one and then an all-reduce. M, K and N are those of one rank's matmul. Four H200s, bf16; the
+built-in cost model chose the strategy, without a calibration. async-TP is of an earlier run on
+another host.
 
 """
 GRAPHED = """
-CUDA graphs, the same run, where the host limits eager mode most:
+Small shapes in CUDA graphs, of the same run:
 
 """
 SUMMARY = """
