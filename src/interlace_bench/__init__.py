@@ -10,6 +10,7 @@ links.py         copies between ranks, messages, collectives
 device.py        what calibration wants to know of one device alone
 interconnect.py  `interlace bench interconnect`, and what `interlace calibrate` measures
 measured_sites.py  rows of `overlap` as the measured sites of a calibration
+shapes.py        shapes of sites, as options name them
 sites.py         AG+GEMM, GEMM+RS and GEMM+AR: Program, inputs, reference
 candidates.py    the variants that compute a site: ours, and what both are compared with
 overlap.py       `interlace bench overlap`

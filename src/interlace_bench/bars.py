@@ -26,7 +26,7 @@ from interlace_bench.kernels.host import LAYERS as HOST_LAYERS
 from interlace_bench.kernels.muon import LAYERS, SMALL_ONES
 from interlace_bench.rows import Row, number
 from interlace_bench.settings import STRATEGIES
-from interlace_bench.sites import FLOAT8, SMALL_ROWS
+from interlace_bench.shapes import FLOAT8, SMALL_ROWS
 
 HOLDS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt}
 Variants = dict[str, Row]

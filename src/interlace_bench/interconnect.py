@@ -27,7 +27,7 @@ from interlace_bench.links import (
 from interlace_bench.ranks import Ranks
 from interlace_bench.rows import Row, facts
 from interlace_bench.settings import CalibrationSettings, InterconnectSettings, nbytes
-from interlace_bench.sites import check_dtypes
+from interlace_bench.shapes import check_dtypes
 
 LEAST, COLLECTIVES_MOST = 1 << 10, 1 << 28
 
@@ -61,7 +61,7 @@ def calibrate_work(settings: CalibrationSettings, ranks: Ranks, tell: Tell) -> R
     """Measures on every rank, fits a machine and saves it; rank 0, and the first rank of every
     other host, get what there is to calibrate by: ranks whose files differ would choose different
     strategies."""
-    check_dtypes(*settings.dtypes)
+    check_dtypes(settings.dtypes)
     samples, path = measured(settings.links, ranks, tell), Path(settings.file)
     samples += device_samples(ranks, settings.dtypes, functools.partial(_step, tell))
     if not ranks.me:

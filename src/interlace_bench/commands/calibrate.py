@@ -63,7 +63,9 @@ def calibrate(
     Under torchrun on several hosts it measures the links inside a host and between hosts, and no
     sites.
     """
-    check_places(out)
+    check_places(out)  # and the options, before torch is imported
+    OverlapSettings(shapes=shapes, dtype=dtype or "bf16", seconds=seconds)
+    InterconnectSettings(most=most)
     from interlace.cost import Machine, default_machine
     from interlace_bench.interconnect import calibrate_work
     from interlace_bench.ranks import pick_device, run, several_hosts
