@@ -9,8 +9,8 @@ $ interlace bench kernels --device cpu --only adam,host
 $ interlace bench optimizer --device cpu
 
 Alone, a command starts its ranks as processes and ends them all, whatever happens; under torchrun
-each process is a rank already, and rank 0 alone prints (and, with --out, writes). All benchmarks are rows of one
-table: each has settings (its options), a module that measures, and columns.
+each process is a rank already, and rank 0 alone prints and (with --out) writes. All benchmarks are
+rows of one table: each has settings (its options), a module that measures, and columns.
 """
 
 from __future__ import annotations
