@@ -264,13 +264,13 @@ def together(programs: ProgramOrPath | Sequence[ProgramOrPath], caller: str) -> 
     else, and what `interlace.load_set` raises of a file."""
     from interlace.ir.text.load import load_set
 
+    one = isinstance(programs, Program | str) or not isinstance(cast("object", programs), Iterable)
     listed: list[Program] = []
-    several = isinstance(programs, Iterable) and not isinstance(programs, Program | str)
-    for item in programs if several else [programs]:
+    for item in [programs] if one else cast("Iterable[object]", programs):
         if isinstance(item, Program):
             listed.append(item)
-        elif isinstance(item, str | os.PathLike) and "\n" not in str(item):
-            listed += load_set(item)
+        elif isinstance(item, str | os.PathLike) and "\n" not in str(cast("object", item)):
+            listed += load_set(cast("str | os.PathLike[str]", item))
         else:
             raise OptionError(
                 f"{caller} takes Programs and paths of schedules, and was given {item!r}: read a "
