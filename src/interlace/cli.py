@@ -111,7 +111,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
-            if wrong := re.search(r"'(.*?)' is not one of (.*?)\.?$", error.message):
+            if wrong := re.search(r"'(.*?)' is not one of (.*)", error.message.rstrip(".")):
                 hint = nearest(wrong[1], re.findall(r"'(.*?)'", wrong[2]))
                 error.message = f"{wrong[0]}: {hint}" if hint else error.message
             raise

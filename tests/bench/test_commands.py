@@ -128,7 +128,7 @@ def test_layer(pool: Pool, ways: str) -> None:
         (("overlap", "--device", "cpu", "--preset", "none"), "--preset none: choose from bars"),
         (("overlap", "--device", "cpu", "--shapes", "ag_gemm:1"), "ag_gemm:M,K,N"),
         (("overlap", "--device", "cpu", "--only", "magic"), "--only magic"),
-        (("overlap", "--device", "cpu", "--world", "1"), "range x>=2"),
+        (("overlap", "--device", "cpu", "--world", "1"), "Invalid value for '--world'"),
         (("overlap", "--device", "tpu"), "Invalid value for '--device'"),
         (("interconnect", "--device", "cpu", "--most", "4XB"), "'4XB' is no size"),
         (("layer", "--device", "cpu", "--only", "magic"), "--only magic"),
