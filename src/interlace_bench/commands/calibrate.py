@@ -32,6 +32,7 @@ from interlace_bench.settings import (
     World,
     words,
 )
+from interlace_bench.shapes import check_dtypes
 
 if TYPE_CHECKING:
     from interlace.cost import Machine
@@ -64,7 +65,8 @@ def calibrate(
     sites.
     """
     check_places(out)  # and the options, before torch is imported
-    OverlapSettings(shapes=shapes, dtype=dtype or "bf16", seconds=seconds)
+    check_dtypes(words(dtype))
+    OverlapSettings(shapes=shapes, seconds=seconds)
     InterconnectSettings(most=most)
     from interlace.cost import Machine, default_machine
     from interlace_bench.interconnect import calibrate_work
