@@ -88,7 +88,19 @@ GONE = {
 """Commands and options that went, and their replacement: for one release."""
 
 
-class Commands(TyperGroup):
+class Group(TyperGroup):
+    """Commands whose first sentences are whole, and under their headings, where help is plain."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = [self.get_command(ctx, name) for name in self.list_commands(ctx)]
+        for panel in dict.fromkeys(command.rich_help_panel for command in commands):
+            with formatter.section(panel or "Commands"):
+                listed = [each for each in commands if each.rich_help_panel == panel]
+                starts = [inspect.cleandoc(each.help).split("\n\n")[0] for each in listed]
+                formatter.write_dl([*zip((each.name for each in listed), starts, strict=True)])
+
+
+class Commands(Group):
     """The group of all commands, which imports each when it is asked for."""
 
     def __init__(self, **settings: Any) -> None:
@@ -97,14 +109,6 @@ class Commands(TyperGroup):
 
     def get_params(self, ctx: Any) -> list[Any]:
         return untyped(super().get_params(ctx))
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Writes the commands under their headings where help is plain, as rich does in boxes."""
-        for panel in ("Commands", DEVELOPING):
-            names = [name for name in COMMANDS if PANELS.get(name, "Commands") == panel]
-            helps = [self.get_command(ctx, name).help.split("\n\n")[0] for name in names]
-            with formatter.section(panel):
-                formatter.write_dl([*zip(names, map(inspect.cleandoc, helps), strict=True)])
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command; an error on a choice names the nearest one."""
@@ -136,7 +140,7 @@ class Commands(TyperGroup):
                 ),
             )
             app.command(cmd_name, no_args_is_help=False)(function)
-        app.rich_markup_mode = BOXES
+        app.rich_markup_mode, app.info.cls = BOXES, Group
         command: Any = typer.main.get_command(app)
         for each in (command, *getattr(command, "commands", {}).values()):
             untyped(each.get_params(ctx))

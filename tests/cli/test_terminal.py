@@ -63,6 +63,11 @@ def test_help_is_in_boxes_on_a_terminal_alone(columns: int) -> None:
     assert "-V" in shown[1]
 
 
+def test_help_of_a_group_cuts_no_sentence() -> None:
+    for group in ([], ["bench"]):
+        assert "..." not in invoke(*group, "--help")[1].partition("Commands:")[2]
+
+
 def test_choices_of_strategies_are_the_rows() -> None:
     assert set(get_args(StrategyName)) == set(names())
 
