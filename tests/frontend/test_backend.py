@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import interlace
 from interlace.errors import ExecutorError, OptionError, UnsupportedError
 from interlace.frontend import backend
+from interlace.ir import View
 
 
 def make(seed: int = 0, **model: Any) -> tuple[Model, torch.Tensor]:
@@ -227,6 +228,26 @@ def test_graphs_know_which_inputs_move_and_what_is_saved(pool: Pool, how: str) -
         assert others == [name for name, _ in named_parameters()]
         assert backward[0] == ["tangents_1", "view"]
         assert num_saved == len(backward[1]) + 1
+
+
+@pytest.mark.parametrize("visible", [None, "whole", "view"])
+def test_what_a_caller_has_too_is_handed_to_no_backward(visible: str | None) -> None:
+    """Results of a backward in a CUDA graph lie where what was handed to it lay."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        product = x @ w
+        shown = {None: (), "whole": (product,), "view": (product.view(-1)[:4],)}[visible]
+        return product.sin(), *shown
+
+    torch.compiler.reset()
+    x, w = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+    with capture() as captured:
+        torch.compile(fn, backend=backend)(x, w)[0].sum().backward()
+    forward, backward = (graph.bound[0].imported for graph in captured.graphs)
+    handed = [forward.program.returned()[number] for number in forward.graph_use.handed]
+    assert len(forward.graph_use.saved) == 3
+    assert handed == ([] if visible else [View("mm")])
+    assert not backward.graph_use.handed
 
 
 def named_parameters() -> list[tuple[str, torch.Tensor]]:

@@ -211,9 +211,11 @@ def compiled_blocks(count: int, mesh: Any, seed: int, graph: bool, whole: bool) 
 
 
 def scheduled(model: nn.Module, order: str, steps: int, seed: int) -> list[torch.Tensor]:
-    """Outputs and gradients of steps of several micro-batches: forwards (n) and backwards (~n)."""
+    """Outputs and gradients of steps of several micro-batches: forwards (n) and backwards (~n). In
+    `late` gradients live until the next backward, in `twice` each backward runs again."""
     torch.manual_seed(seed)
     orders = {"one": [0, ~0], "two": [0, 1, ~1, ~0], "1F1B": [0, 1, ~0, 2, ~1, 3, ~2, ~3]}
+    orders |= {"late": orders["one"], "twice": orders["two"]}
     found: list[torch.Tensor] = []
     spare: list[torch.Tensor] = []
     for step in range(steps):
@@ -225,6 +227,10 @@ def scheduled(model: nn.Module, order: str, steps: int, seed: int) -> list[torch
                 live[number] = model(x)
             else:
                 y = live.pop(~number)
+                if order == "late":
+                    model.zero_grad()
+                if order == "twice":
+                    y.float().square().mean().backward(retain_graph=True)
                 y.float().square().mean().backward()
                 found.append(y.detach().clone())
         if step % 2:
@@ -233,8 +239,8 @@ def scheduled(model: nn.Module, order: str, steps: int, seed: int) -> list[torch
                     if step == 3:  # Parameters move
                         weight.data = weight.data.clone()
         found += [local(w.grad).clone() for w in model.parameters()]
-        for weight in model.parameters():
-            weight.grad = None
+        if order != "late":
+            model.zero_grad()
     return found
 
 
@@ -253,7 +259,7 @@ def as_eager(order: str, count: int, whole: bool, seed: int) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("order", ["one", "two", "1F1B"])
+@pytest.mark.parametrize("order", ["one", "two", "1F1B", "late", "twice"])
 @pytest.mark.parametrize(("count", "whole"), [(1, True), (3, False)], ids=["whole", "blocks"])
 def test_steps_have_the_bits_of_eager_ones(
     gpus: Ranks, order: str, count: int, whole: bool, seed: int

@@ -40,8 +40,9 @@ BACKWARD = f"""
 def backward(
     x: f32[{SIZE}, {SIZE}], w: f32[{SIZE}, {SIZE}], h: f32[{SIZE}, {SIZE}], dy: f32[{SIZE}, {SIZE}]
 ):
-    dw = empty(f32[{SIZE}, {SIZE}])
     main: call("aten.threshold_backward.default", dy, h, 0, out=(dh := f32[{SIZE}, {SIZE}]))
+    main: free(h)
+    dw = empty(f32[{SIZE}, {SIZE}])
     main: call("aten.mm.out", x.permute(1, 0), dh, out=dw)
     main: call("aten.mm.default", dh, w.permute(1, 0), out=(dx := f32[{SIZE}, {SIZE}]))
     return dx, dw
@@ -49,7 +50,7 @@ def backward(
 
 
 USES = {
-    "forward": GraphUse(frozenset({"x"}), frozenset({1, 2, 3, 4})),
+    "forward": GraphUse(frozenset({"x"}), frozenset({1, 2, 3, 4}), frozenset({3})),
     "backward": GraphUse(frozenset({"x", "dy"})),
 }
 """What the frontend says: of forward, the first result is the caller's."""
@@ -137,19 +138,28 @@ class Layer:
         fake.engine.graphs = self.graphs = graphs_file.Graphs(fake.engine)
         self.fake, fake.engine.warm = fake, True
         fake.driver.copy = self._copy
+        self._capture, self.graphs._capture = self.graphs._capture, self._run_nothing
 
     @property
     def pairs(self) -> int:
         return sum(map(len, self.graphs.pairs.values()))
 
+    def _run_nothing(self, given: Sequence[torch.Tensor], boxed: bool) -> Any:
+        """A capture, which changes no tensor on a GPU."""
+        before = [tensor.clone() for tensor in given]
+        pair = self._capture(given, boxed)
+        for tensor, value in zip(given, before, strict=True):
+            tensor.copy_(value)
+        return pair
+
     def _copy(self, stream: int, dst: int, src: int, nbytes: int) -> None:
         ctypes.memmove(dst, src, nbytes)
 
-    def __call__(self, *inputs: torch.Tensor) -> Any:
+    def __call__(self, *inputs: torch.Tensor, boxed: bool = False) -> Any:
         for tensor in POOL:
             tensor.fill_(255 if tensor.dtype is torch.uint8 else torch.nan)  # by other graphs
         given = [tensor.as_subclass(OnGpu) for tensor in inputs]
-        return self.fake.engine.issue(given, None)
+        return self.fake.engine.issue(given, None, boxed=boxed)
 
 
 @pytest.fixture(params=[True, False], ids=["", "nothing said"])
@@ -199,10 +209,13 @@ def same(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
 
 def stepped(
     layers: tuple[Layer, Layer], weights: Sequence[torch.Tensor], order: Sequence[int]
-) -> None:
+) -> set[bool]:
     """Forwards (n >= 0) and their backwards (~n) of micro-batches through all layers, in this
-    order; all that is referenced is looked at, bit by bit, until its end."""
+    order; all that is referenced is looked at, bit by bit, until its end. Returns whether gradients
+    lay where forward's saved tensor lay."""
     run, back = layers
+    spent = set[bool]()
+    drawn = random.Random(int(weights[0].sum() * 1e6))
     live: dict[int, Any] = {}
     gradients = [torch.zeros(SIZE, SIZE) for _ in weights]
     wanted = [torch.zeros(SIZE, SIZE) for _ in weights]
@@ -225,15 +238,21 @@ def stepped(
                 found, eager = live[~number].pop()
                 look()
                 assert same(found, eager)
-                dy, dw = back(*found[1:4], dy)
+                retained = back(*found[1:4], dy) if drawn.random() < 0.3 else ()
+                look()
+                held = found[3].untyped_storage().data_ptr()
+                dy, dw = back(*found[1:4], dy, boxed=True)
                 due, right = backward(*eager[1:4], due)  # pyright: ignore
                 assert torch.equal(dy, due)
+                assert same(retained, (due, right)[: len(retained)])
+                spent.add(dw.untyped_storage().data_ptr() == held)
                 gradients[index] += dw
                 wanted[index] += right
                 del found, dw
                 look()
         look()
     assert same(gradients, wanted)
+    return spent
 
 
 ORDERS = {
@@ -251,10 +270,10 @@ def test_steps_are_those_of_eager_runs(
     torch.manual_seed(seed)
     weights = [random_matrix() for _ in range(count)]
     for _ in range(6):
-        stepped(layers, weights, ORDERS[order])
+        assert stepped(layers, weights, ORDERS[order]) == {bool(USES["forward"].handed)}
     limit = {"one": 1, "two micro-batches": 2, "1F1B": 2}[order] * count
-    for layer, use in zip(layers, USES.values(), strict=True):
-        assert count <= layer.pairs <= limit or not use.moving
+    for layer, use, kinds in zip(layers, USES.values(), (1, 2), strict=True):
+        assert count <= layer.pairs <= kinds * limit or not use.moving
 
 
 def test_parameters_that_move_are_read_where_they_are(

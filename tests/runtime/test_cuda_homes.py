@@ -10,6 +10,7 @@ import torch
 
 from interlace.ir import parse
 from interlace.runtime.cuda.graphs.captured import GraphPair
+from interlace.runtime.engine import GraphUse
 from interlace.runtime.prepare.plan import Plan
 from interlace.runtime.run_sizes import RunSizes
 from interlace.runtime.values import ValueTable
@@ -40,6 +41,7 @@ def replayed(
     values = ValueTable(program, plan.box, {}, CPU, RunSizes({}))
     context: Any = Mock(plan=plan, values=values, device=CPU)
     context.inputs.names, context.outputs.names = ("x", "w"), ("o",)
+    context.graph_use = GraphUse()
     pair = GraphPair(context, Mock(), given, moved, (), lent)
     named = dict(zip(("x", "w", "o"), given, strict=False)) | pair.homes | pair.make_places(given)
     kept.append(named)  # as a pool keeps its memory

@@ -3,7 +3,7 @@
 Counted from the Program alone, in the order of its list, in which the host issues the ops; streams
 that run ahead of one another (threads of the CPU) may hold a little more for a moment, and what one
 operator allocates and frees again is its own. Inputs that are never freed stay the caller's, as
-weights of a forward do: they are not counted. What a backward is given up is, weights among it.
+weights do: they are not counted.
 
     inputs       that the caller gives up: each dies at its free
     outputs      output parameters, and what leaves the Program: saved tensors, gradients, results

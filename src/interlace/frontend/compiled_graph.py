@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,11 +40,11 @@ from interlace.frontend.importing.nodes import (
 )
 from interlace.frontend.importing.symbols import Symbols, pin
 from interlace.frontend.teams import Teams
-from interlace.ir import View
+from interlace.ir import View, views_in
 from interlace.options import Options
 from interlace.runtime.calling.regions import compile_symbolic
 from interlace.runtime.engine import GraphUse
-from interlace.torch_private import DisableAutocast, is_any_autocast_enabled
+from interlace.torch_private import DisableAutocast, is_any_autocast_enabled, keeps_graph
 from interlace.torch_private.dynamo import boxed_nop
 
 log = logging.getLogger(__name__)
@@ -154,8 +154,10 @@ class CompiledGraph:
         args.clear()
         _, bound, symbols = last
         forwards = self.setting.forwards
-        boxed = self.kind == "backward"
-        origin = forwards.origin(given) if boxed else None
+        backward = self.kind == "backward"
+        # A CUDA graph writes its results where freed inputs lay, whoever still refers to them.
+        boxed = backward and not (self.setting.options.graph and keeps_graph())
+        origin = forwards.origin(given) if backward else None
         results = bound.run(given, symbols, origin, boxed)
         if self.kind == "forward":
             forwards.note(results)
@@ -273,23 +275,41 @@ class CompiledGraph:
             labels=labels,
             values=values,
             sizes=symbols,
-            boxed=self.kind == "backward" and not self.setting.options.graph,
+            given_up=self._given_up(),
         )
         return replace(found, graph_use=self._graph_use(found)), teams
+
+    def _given_up(self) -> frozenset[int]:
+        """Positions of the arguments that a backward may be the last to use: all but parameters
+        and buffers, which their module holds."""
+        if self.kind != "backward":
+            return frozenset()
+        kept = {position for position, moves in self._saved() if moves is False}
+        return frozenset(range(len(self.graph.find_nodes(op="placeholder")))) - kept
+
+    def _saved(self) -> Iterable[tuple[int, bool | None]]:
+        """Positions of what forward saved, in a backward, with `Forwards.saved_inputs`."""
+        places = enumerate(self.graph.find_nodes(op="placeholder"))
+        tensors = [i for i, node in places if isinstance(node.meta.get("val"), torch.Tensor)]
+        return zip(tensors, self.setting.forwards.saved_inputs, strict=False)
 
     def _graph_use(self, imported: Imported) -> GraphUse:
         """Facts for CUDA graphs: parameters stay, and what forward saves, but for inputs."""
         forwards, state = self.setting.forwards, self.setting.state
-        places = self.graph.find_nodes(op="placeholder")
-        names = [buffer.name for buffer in imported.program.params]
-        pairs = zip(names, imported.inputs, strict=False)
-        moving = {name for name, position in pairs if comes_anywhere(places[position], state)}
+        places, program = self.graph.find_nodes(op="placeholder"), imported.program
+        anywhere = {i for i, place in enumerate(places) if comes_anywhere(place, state)}
         if self.kind == "backward":
-            moving |= {name for name, moves in zip(names, forwards.saved_inputs) if moves}  # noqa: B905
+            anywhere |= {position for position, moves in self._saved() if moves}
+        names = [buffer.name for buffer in program.params]
+        pairs = zip(names, imported.inputs, strict=False)
+        moving = frozenset([name for name, position in pairs if position in anywhere])
         if self.kind != "forward":
-            return GraphUse(frozenset(moving))
+            return GraphUse(moving)
         outputs = imported.outputs[len(imported.outputs) - forwards.num_saved :]
-        saved = [number for number in outputs if isinstance(number, int)]
-        args = [imported.program.returned()[number] for number in saved]
-        forwards.saved_inputs = [arg.buffer in moving for arg in args if isinstance(arg, View)]
-        return GraphUse(frozenset(moving), frozenset(saved))
+        saved = {number: None for number in outputs if isinstance(number, int)}
+        results = dict(enumerate(program.returned()))
+        views = [view for n in saved if isinstance(view := results[n], View)]
+        forwards.saved_inputs = [v.buffer in moving if v.buffer in names else None for v in views]
+        known = {*names, *[v.buffer for n in results.keys() - saved for v in views_in(results[n])]}
+        handed = [n for n in saved if all(v.buffer not in known for v in views_in(results[n]))]
+        return GraphUse(moving, frozenset(saved), frozenset(handed))

@@ -92,6 +92,8 @@ class GraphUse:
     """Inputs that come at any address. The others, as Parameters do, stay where they are."""
     saved: frozenset[int] = frozenset()
     """Results, by number, that the caller keeps beyond the next runs, as for a backward."""
+    handed: frozenset[int] = frozenset()
+    """Those of `saved` that nobody has but one later run, which may free them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,6 +168,8 @@ class ValueTable:
         self._viewed: list[_Family] = []
         """Inputs and outputs of which calls take views."""
         self._symmetric: dict[int, tuple[str, list[torch.Tensor]]] = {}
+        self.homes: Mapping[str, torch.Tensor] = {}
+        """Memory that buffers which Calls make are brought to, by name: of results of graphs."""
         self.copies: dict[str, int] = {}
         """Which copy of its slot each symmetric buffer has in this run."""
         self._template: list[Any] = []
@@ -345,6 +347,9 @@ class ValueTable:
 
     def bind(self, name: str, tensor: torch.Tensor) -> None:
         family, items = self._families[name], self.items
+        if name in self.homes:
+            once(self.homes[name]).copy_(once(tensor))
+            tensor = self.homes[name]
         items[family.place] = tensor
         for place, box in family.views.items():
             items[place] = derive(tensor, box)

@@ -30,9 +30,9 @@ class Forwards:
         self.num_saved = 0
         """Number of values that backward takes from a forward: the last of its results, the first
         of backward's arguments."""
-        self.saved_inputs: Sequence[bool] = ()
-        """For each tensor among these, true if it is an input of forward, or a view of one, that
-        lies elsewhere in each call."""
+        self.saved_inputs: Sequence[bool | None] = ()
+        """For each tensor among these that is an input of forward, or a view of one, true if it
+        lies elsewhere in each call, and false for parameters and buffers; None for the others."""
         self.are_counted = False
         """True if backward communicates; else no pass need be known."""
         self._number = self._resets = 0

@@ -17,7 +17,7 @@ from __future__ import annotations
 import keyword
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -109,10 +109,10 @@ class Importer:
         teams: Teams,
         values: Values | None = None,
         labels: Sequence[str] = (),
-        boxed: bool = False,
+        given_up: Collection[int] = (),
     ) -> None:
         self.gm = gm
-        self.boxed = boxed
+        self.given_up = given_up
         self.program_name = name
         self.teams = teams
         self.recorded = values
@@ -162,7 +162,9 @@ class Importer:
         teams, ranks = self.teams.used()
         changed = {access.view.buffer for op in self.ops for access in op.writes()}
         handed = {view.buffer for view in views_in(tuple(results))}
-        given_up = [b.name for b in self.params if self.boxed and b.name not in changed | handed]
+        pairs = zip(self.params, self.inputs, strict=True)
+        last = [b.name for b, position in pairs if position in self.given_up]
+        given_up = [name for name in last if name not in changed | handed]
         program = Program(
             name=self.program_name,
             teams=teams,
@@ -561,21 +563,21 @@ def import_graph(
     values: Values | None = None,
     labels: Sequence[str] = (),
     sizes: Mapping[str, int] | None = None,
-    boxed: bool = False,
+    given_up: Collection[int] = (),
 ) -> Imported:
     """The serial Program of an AOT graph.
 
     `values` gives each node's (fake) value; without it they are read from `meta["val"]`. `sizes`
     has the value of each symbol in them: the Program is then for a class of sizes with these among
     them. `teams` names the process groups; None takes those of torch.distributed.
-    `labels` are the user's names of the arguments, by position, before AOTAutograd. With `boxed`
-    the caller gives the graph's arguments up, as AOTAutograd does in backward: the Program frees
-    each, which the pass plan_memory moves to its last use.
+    `labels` are the user's names of the arguments, by position, before AOTAutograd. The caller
+    gives up the arguments at the positions `given_up`, as AOTAutograd does in backward: the Program
+    frees each, which the pass plan_memory moves to its last use.
     """
     values = complete(gm) if values is None else values
     # Compilers are called in a mode where no tensor is real.
     with unset_fake_temporarily(), deciding(size_class(sizes or {})) as known:
-        importer = Importer(gm, name, teams or Teams.of_torch(), values, labels, boxed)
+        importer = Importer(gm, name, teams or Teams.of_torch(), values, labels, given_up)
         importer.reserve(f"s{number}" for number in range(len(known.values)))
         imported = importer.run()
         if not known.values:

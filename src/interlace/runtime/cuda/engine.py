@@ -198,7 +198,7 @@ class CudaEngine(Engine):
             self._enter()
         try:
             if graphs is not None and self.warm:
-                return self._replay(graphs, inputs, out, at)
+                return self._replay(graphs, inputs, out, at, boxed)
             stream, begin, over = self._begin()
             try:
                 results = self._issue_ops(inputs, out, stream, begin, boxed)
@@ -226,11 +226,12 @@ class CudaEngine(Engine):
         inputs: Sequence[torch.Tensor],
         out: Sequence[torch.Tensor] | None,
         at: Any,
+        boxed: bool,
     ) -> Outputs:
         """Replays a graph. `at` are the addresses of the tensors, where `admit` looked at them."""
         given = inputs if out is None else (*inputs, *out)
         at = at or tuple([tensor.data_ptr() for tensor in given])
-        pair = graphs.find(given, at, self._raw_stream(self._index))
+        pair = graphs.find(given, at, self._raw_stream(self._index), boxed)
         turn = graphs.turn()
         stream, begin, over = self._begin()
         try:

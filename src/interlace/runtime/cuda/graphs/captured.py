@@ -13,7 +13,8 @@ Note [Where results lie]
     out new tensors of it. While one of them is referenced, by whatever view, the pair is not
     replayed: the number of references to each storage tells (`held`). Graphs cannot be given other
     addresses, so there is a further pair then. The other results are copied behind each replay. A
-    result that is an input, or a view of one, is made of the tensor that the caller gave.
+    result that is an input, or a view of one, is made of the tensor that the caller gave. What
+    forward hands to backward alone is one storage, in which results of that backward lie: spent.py.
 
 Note [Copies and allocations]
     A graph's copy between two GPUs keeps the allocation and not only the address. Once that is
@@ -28,7 +29,7 @@ Note [Copies and allocations]
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,12 +37,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.memory import tensor_at
-from interlace.ir import Call, Program, View, views_in
+from interlace.cost.memory import aligned
+from interlace.ir import Box, Call, Program, View, views_in
 from interlace.ir.operators import facts_of
 from interlace.ir.ops import Arg
+from interlace.ir.sizes import greatest
 from interlace.runtime.calling.calls import Outputs
+from interlace.runtime.cuda.graphs.spent import Span, homes_in, is_handed, note_handed
 from interlace.runtime.engine import EngineContext
-from interlace.runtime.values import copier, derive, maker, once, whole
+from interlace.runtime.values import at, copier, derive, maker, new_storage, once, whole
 from interlace.torch_private import storage_behind, storage_use_count
 
 Give = Callable[[Sequence[torch.Tensor]], Any]
@@ -99,9 +103,11 @@ class GraphPair:
         moved: Collection[int],
         crossing: Collection[str],
         lent: Collection[int],
+        boxed: bool = False,
     ) -> None:
         """`moved` are the numbers of the caller's tensors that come at any address, `crossing` the
-        buffers that Put and Get read or write, `lent` the numbers of the lent results."""
+        buffers that Put and Get read or write, `lent` the numbers of the lent results. With
+        `boxed`, nobody has what the Program frees of `given` afterwards."""
         self._context, self._driver, self._lent = context, driver, lent
         self._num_inputs = len(context.inputs.names)
         names = (*context.inputs.names, *context.outputs.names)[: len(given)]
@@ -117,7 +123,11 @@ class GraphPair:
             if name in crossing
         }
         """Number of the allocation that copies of the graphs are bound to, by tensor."""
-        self.homes = self._memory()
+        self._spent: dict[str, tuple[int, int]] = {}
+        """Results in memory of an input: its number, and the first byte in its storage."""
+        self._donors: dict[int, tuple[int, int]] = {}
+        """Address and bytes of the storage of each such input."""
+        self.homes = self._memory(given, crossing, boxed)
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.launch: list[Launch] = []
         self.places: dict[int, torch.Tensor] = {}
@@ -128,28 +138,73 @@ class GraphPair:
         self._stream: int | None = None
         """Stream of the last run, where callers may still be reading results."""
 
-    def _memory(self) -> dict[str, torch.Tensor]:
+    def _memory(
+        self, given: Sequence[torch.Tensor], crossing: Collection[str], boxed: bool
+    ) -> dict[str, torch.Tensor]:
         """Memory of this pair for the buffers that lent results are in, and what is known of it."""
         plan, numbers = self._context.plan, dict[str, set[int]]()
         for number, arg in enumerate(plan.program.returned()):
             for view in views_in(arg) if number in self._lent else ():
                 if view.buffer not in self._numbers:
                     numbers.setdefault(view.buffer, set()).add(number)
+        boxes = {name: whole(plan.buffers[name]) for name in numbers}
+        handed = {name for name, of in numbers.items() if of <= self._context.graph_use.handed}
         with torch.inference_mode(False):  # later runs may be outside of it
-            make = {
-                name: maker(whole(plan.buffers[name]), self._context.device) for name in numbers
-            }
-            homes = {name: new() for name, new in make.items()}
-        storages = {name: home.untyped_storage() for name, home in homes.items()}
-        self._watched = [(s, s.nbytes(), frozenset(numbers[n])) for n, s in storages.items()]
-        """The storage of each, its bytes, and the lent results in it."""
+            homes = self._spend(given, boxes, crossing) if boxed else {}
+            homes |= self._together({n: boxes[n] for n in boxes if n in handed - homes.keys()})
+            for name in boxes.keys() - homes.keys():
+                homes[name] = maker(boxes[name], self._context.device)()
+        own = [name for name in homes if name not in self._spent]
+        storages = {(s := homes[name].untyped_storage())._cdata: s for name in own}
+        lent_in = {pointer: set[int]() for pointer in storages}
+        for name in own:
+            lent_in[homes[name].untyped_storage()._cdata] |= numbers[name]
+        self._watched = [
+            (s, s.nbytes(), storage_use_count(pointer), frozenset(lent_in[pointer]))
+            for pointer, s in storages.items()
+        ]
+        """The storages, their bytes, the references that the pair has to each, and its results."""
+        return homes
+
+    def _together(self, boxes: Mapping[str, Box]) -> dict[str, torch.Tensor]:
+        """Memory in one storage, which is known as handed: spent.py."""
+        starts, total = dict[str, int](), 0
+        for name, box in boxes.items():
+            starts[name] = total
+            total += aligned(greatest(box.hull[1]))
+        storage = new_storage(total, self._context.device)
+        if total:
+            note_handed(storage)
+        return {name: at(storage, starts[name], box) for name, box in boxes.items()}
+
+    def _spend(
+        self, given: Sequence[torch.Tensor], boxes: Mapping[str, Box], crossing: Collection[str]
+    ) -> dict[str, torch.Tensor]:
+        """Homes in memory of inputs: spent.py. Copies to peers stay in memory of the pair."""
+        spans = {
+            name: Span.of(given[i])
+            for name, i in self._numbers.items()
+            if i in self._still and is_handed(given[i])
+        }
+        donors = {span.storage: self._numbers[name] for name, span in spans.items()}
+        sizes = {name: greatest(box.hull[1]) for name, box in boxes.items() if name not in crossing}
+        homes = dict[str, torch.Tensor]()
+        for name, home in homes_in(self._context.plan.program, sizes, spans).items():
+            i = donors[home.storage]
+            storage = given[i].untyped_storage()
+            self._spent[name], self._donors[i] = (i, home.start), (home.storage, storage.nbytes())
+            homes[name] = by_address(at(storage, home.start, boxes[name]))
         return homes
 
     def fits(self, given: Sequence[torch.Tensor]) -> bool:
         """True if the graphs can read these tensors, which lie where they are to lie, and write
         their results, whose memory no caller has given back (`resize_`)."""
-        if any(storage.nbytes() != nbytes for storage, nbytes, _ in self._watched):
+        if any(storage.nbytes() != nbytes for storage, nbytes, *_ in self._watched):
             return False
+        for i, known in self._donors.items():
+            storage = given[i].untyped_storage()
+            if (storage.data_ptr(), storage.nbytes()) != known:
+                return False
         return all(given[i].is_cuda for i in self.moved.values()) and not self._replaced()
 
     def _replaced(self) -> set[int]:
@@ -171,8 +226,8 @@ class GraphPair:
         if self._stream not in (None, stream):  # reads there are behind no event
             return frozenset(self._lent if self.homes else ())
         held = frozenset[int]()
-        for storage, _, numbers in self._watched:
-            if storage_use_count(storage._cdata) != ALONE:
+        for storage, _, own, numbers in self._watched:
+            if storage_use_count(storage._cdata) != own:
                 held |= numbers
         return held
 
@@ -211,6 +266,9 @@ class GraphPair:
             if is_whole:
                 return operator.itemgetter(place)
             return lambda given: derive(given[place], box)
+        if number in self._lent and name in self._spent:
+            i, start = self._spent[name]
+            return lambda given: at(given[i].untyped_storage(), start, box)
         if number in self._lent:
             home = self.homes[name]
             return (lambda given: home.data) if is_whole else lambda given: derive(home.data, box)
@@ -236,8 +294,3 @@ class GraphPair:
         self.homes.clear()
         self._gives.clear()
         self._watched.clear()
-
-
-ALONE = 2
-"""References to the storage of a tensor that nobody else has: the tensor, and the storage itself as
-a Python object."""

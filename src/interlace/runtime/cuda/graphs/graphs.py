@@ -62,7 +62,7 @@ from interlace.runtime.cuda.lanes import Lane, Words
 from interlace.runtime.cuda.sharing import reaches
 from interlace.runtime.engine import EngineContext
 from interlace.runtime.prepare.plan import own_backends
-from interlace.runtime.values import new_storage, once
+from interlace.runtime.values import new_storage
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine
@@ -237,6 +237,7 @@ class Graphs:
         every = frozenset(range(len(plan.program.returned())))
         self._saved = every if context.options.static_outputs else context.graph_use.saved
         self.lent = every
+        self._frees = not {op.ordering().frees for op in ops}.isdisjoint(context.inputs.names)
         self.pairs: dict[Key, list[GraphPair]] = {}
         self._gone: list[int] = []
         """The recent runs at which memory that pairs read had gone."""
@@ -251,9 +252,13 @@ class Graphs:
         self._runs += 1
         return self._runs - 1 & 1
 
-    def find(self, given: Sequence[torch.Tensor], at: Key, stream: int) -> GraphPair:
-        """Graphs for these tensors, captured if need be: Note [Addresses in graphs]."""
-        key = self._key(at)
+    def find(
+        self, given: Sequence[torch.Tensor], at: Key, stream: int, boxed: bool = False
+    ) -> GraphPair:
+        """Graphs for these tensors, captured if need be: Note [Addresses in graphs]. `boxed` runs
+        have pairs of their own where the Program frees inputs."""
+        boxed = boxed and self._frees
+        key = self._key(at, boxed)
         for pair in self.pairs.get(key, ()):
             if pair.fits(given) and not pair.held(stream):
                 return pair
@@ -263,25 +268,28 @@ class Graphs:
                 "give it on the GPU, or leave out graph=True"
             )
         self._engine.synchronize()  # bounded; the capture would wait, too
-        old = self._outdated(at, given, stream)
+        old = self._outdated(at, given, stream, boxed)
         for pair in old:
             pair.let_go()
         try:
-            pair = self._capture(given)
-            self.pairs.setdefault(self._key(at), []).append(pair)
+            pair = self._capture(given, boxed)
+            self.pairs.setdefault(self._key(at, boxed), []).append(pair)
         finally:
             self._reset(old)
         return pair
 
-    def _key(self, at: Key) -> Key:
+    def _key(self, at: Key, boxed: bool) -> Key:
         """The addresses of what stays, and how many tensors there are: outputs may be given too."""
         if not self.moved:
-            return at
-        return (len(at), *[address for i, address in enumerate(at) if i not in self.moved])
+            return (*at, 1) if boxed else at
+        still = (address for i, address in enumerate(at) if i not in self.moved)
+        return (2 * len(at) + boxed, *still)
 
-    def _outdated(self, at: Key, given: Sequence[torch.Tensor], stream: int) -> list[GraphPair]:
+    def _outdated(
+        self, at: Key, given: Sequence[torch.Tensor], stream: int, boxed: bool
+    ) -> list[GraphPair]:
         """Takes out the pairs that are not used again, as they were captured or at all."""
-        key = self._key(at)
+        key = self._key(at, boxed)
         pairs = self.pairs.pop(key, [])
         busy = frozenset[int]().union(*(pair.held(stream) for pair in pairs))
         loose = busy - self._saved
@@ -298,14 +306,14 @@ class Graphs:
             if len(self._gone) > FEW:
                 self.moved |= set[int]().union(*gone.values())
                 self._gone.clear()
-        if len(self.pairs) >= MOST or self._key(at) != key:
+        if len(self.pairs) >= MOST or self._key(at, boxed) != key:
             over = [*self.pairs]
         return old + [pair for each in over for pair in self.pairs.pop(each)]
 
-    def _capture(self, given: Sequence[torch.Tensor]) -> GraphPair:
+    def _capture(self, given: Sequence[torch.Tensor], boxed: bool) -> GraphPair:
         """A pair of graphs that is captured with these tensors."""
-        driver = self._engine.driver
-        pair = GraphPair(self._context, driver, given, self.moved, self.crossing, self.lent)
+        driver, sets = self._engine.driver, (self.moved, self.crossing, self.lent)
+        pair = GraphPair(self._context, driver, given, *sets, boxed)
         try:
             record = functools.partial(self._record, pair, given)
             capture_thread(self._context.device).run(record)
@@ -349,20 +357,18 @@ class Graphs:
         names = [name for name in context.outputs.names if name not in named]
         outputs = dict(zip(names, context.outputs.new() if names else (), strict=True))
         first = {n: home for n, home in homes.items() if n in outputs or n in values.allocated}
-        made = {name: values.family(name)[0] for name in homes.keys() - first.keys()}
         try:
             given = outputs | first | dict(named)
             values.begin(given, dict.fromkeys(context.plan.takes, Use(turn, 0)))
+            values.homes = {name: homes[name] for name in homes.keys() - first.keys()}
             binding.issue(int(self.memory.stream.cuda_stream), self._entry)
-            for name, place in made.items():
-                if (item := values.items[place]) is not None:  # else its Call left it out
-                    once(homes[name]).copy_(once(item))
             return context.results()
         except BaseException:  # else the capture's end would hide it: streams not joined
             with contextlib.suppress(Exception):
                 binding.join()
             raise
         finally:
+            values.homes = {}
             values.end()
 
     def _reset(self, pairs: Sequence[GraphPair]) -> None:

@@ -1,0 +1,105 @@
+"""Results of a backward in memory of the inputs that it frees: no GPU is needed."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from interlace.ir import parse
+from interlace.runtime.cuda.graphs.spent import Span, homes_in, is_handed, note_handed
+
+UNIT = 256
+
+
+def test_results_lie_in_what_was_freed_on_their_stream_before() -> None:
+    program = parse("""
+def f(a: f32[64], b: f32[64], c: f32[64], d: f32[64]):
+    early = empty(f32[64])
+    main: copy(a, early)
+    main: free(a)
+    main: free(c)
+    other: free(d)
+    large = empty(f32[128])
+    main: call("aten.neg.default", b, out=(small := f32[64]))
+    main: free(b)
+    main: call("aten.zero_.default", large)
+    last = empty(f32[128])
+    main: call("aten.zero_.default", last)
+    return early, large, small, last
+""")
+    sizes = {"early": UNIT, "large": 2 * UNIT, "small": UNIT, "last": 2 * UNIT}
+    spent = {name: Span(7, UNIT * i, UNIT * (i + 1)) for i, name in enumerate("acbd")}
+    assert homes_in(program, sizes, spent) == {"large": Span(7, 0, 2 * UNIT)}
+    spent["d"] = Span(8, 0, UNIT)
+    apart = {**spent, "c": Span(8, UNIT, 2 * UNIT)}
+    found = homes_in(program, sizes, apart)
+    assert found["small"] in (Span(7, 0, UNIT), Span(8, UNIT, 2 * UNIT))
+    assert "large" not in found, "no storage has so much in one piece"
+
+
+def test_no_byte_is_used_that_is_not_free(seed: int) -> None:
+    """Of random Programs whose inputs overlap, as views of one buffer do."""
+    drawn = random.Random(seed)
+    for _ in range(300):
+        inputs = [f"x{i}" for i in range(drawn.randint(1, 8))]
+        spans = {}
+        for name in inputs:
+            start = drawn.randrange(12)
+            spans[name] = Span(
+                drawn.randrange(2), start * UNIT, (start + drawn.randint(1, 4)) * UNIT
+            )
+        steps = [f"free({name})" for name in inputs if drawn.random() < 0.8]
+        results = {f"y{i}": drawn.randint(1, 5) * UNIT for i in range(drawn.randint(1, 6))}
+        steps += [f"zero {name}" for name in results]
+        drawn.shuffle(steps)
+        lines, order = [], []
+        for step in steps:
+            stream = drawn.choice(("main", "main", "other"))
+            order.append((stream, step))
+            name = step.split()[-1]
+            call = f'call("aten.sin.default", w, out=({name} := f32[{results.get(name, 0) // 4}]))'
+            lines.append(f"    {stream}: {step if step.startswith('free') else call}")
+        params = ", ".join(f"{name}: f32[64]" for name in [*inputs, "w"])
+        program = parse(
+            f"def f({params}):\n" + "\n".join(lines) + f"\n    return {', '.join(results)}\n"
+        )
+        homes = homes_in(program, results, spans)
+        held, free, taken = dict(spans), dict[str, set[tuple[int, int]]](), set[tuple[int, int]]()
+        for stream, step in order:
+            name = step.split()[-1]
+            if name in results:
+                if name in homes:
+                    units = units_of(homes[name])
+                    assert len(units) * UNIT == results[name]
+                    assert units <= free.get(stream, set()) - taken
+                    assert not any(units & units_of(span) for span in held.values())
+                    taken |= units
+            else:
+                units = units_of(held.pop(step[5:-1]))
+                free.setdefault(stream, set()).update(
+                    u for u in units if not any(u in units_of(span) for span in held.values())
+                )
+
+
+def units_of(span: Span) -> set[tuple[int, int]]:
+    return {(span.storage, unit) for unit in range(span.start // UNIT, span.stop // UNIT)}
+
+
+def test_memory_is_known_as_handed_for_as_long_as_it_lives() -> None:
+    tensor = torch.empty(8)
+    assert not is_handed(tensor)
+    note_handed(tensor.untyped_storage())
+    assert is_handed(tensor[2:])
+    others = [torch.empty(8) for _ in range(50)]
+    del tensor
+    others += [torch.empty(8) for _ in range(50)]
+    assert not any(map(is_handed, others))
+
+
+def test_the_bytes_of_a_tensor() -> None:
+    tensor = torch.empty(10, 10, dtype=torch.float64)
+    storage = tensor.untyped_storage().data_ptr()
+    assert Span.of(tensor[2:4, 1:3]) == Span(storage, 8 * 21, 8 * 33)
+    assert Span.of(tensor.t()) == Span(storage, 0, 800)
+    assert Span.of(tensor[:0]) == Span(storage, 0, 0)
