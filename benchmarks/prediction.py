@@ -30,8 +30,8 @@ from interlace.options import Options
 from interlace.passes import lower
 from interlace.runtime import Executor
 from interlace.trace.figures import text_table
-from interlace_bench.interconnect import calibrate_work
-from interlace_bench.links import timed
+from interlace_bench.calibration.work import calibrate_work
+from interlace_bench.links import sample
 from interlace_bench.ranks import here
 from interlace_bench.rows import append, facts
 from interlace_bench.settings import CalibrationSettings, InterconnectSettings
@@ -109,7 +109,10 @@ def measured(hosts: int, each: int, rounds: int) -> dict[str, float]:
         executor = Executor(program, groups=teams, device=ranks.device, options=Options())
         executor.prepare()
         inputs = [torch.randn([int(str(size)) for size in b.shape]) for b in program.params]
-        found[name] = [timed(ranks, lambda: executor.run(inputs), 1e-2) for _ in range(rounds)]  # noqa: B023
+        found[name] = [
+            sample(ranks, lambda: executor.run(inputs), kind="run").seconds  # noqa: B023
+            for _ in range(rounds)
+        ]
         executor.close()
     return {name: statistics.median(times) for name, times in found.items()}
 

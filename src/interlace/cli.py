@@ -56,6 +56,7 @@ GONE = {
     "bench interconnect --no-plot": "leave it out: nothing is drawn",
     "show --program": "`interlace run FILE --html PAGE` draws what it measured",
     "bench interconnect --calibrate": "`interlace calibrate` writes such a file",
+    "bench overlap --host-runs": "leave it out: up to 1,000 calls are timed",
     "bench overlap --graphs": "leave it out: CUDA graphs are timed too",
     "bench overlap --no-graphs": "leave it out: CUDA graphs are timed too",
     **{
@@ -69,6 +70,10 @@ GONE = {
     **{
         f"bench layer --{option}": "`--small` and `--large` choose the sizes"
         for option in ("dim", "hidden", "heads", "prefill", "decode", "cached", "dtype")
+    },
+    **{
+        f"bench {name} --check": "leave it out: the table has the figures"
+        for name in ("kernels", "transformer")
     },
     "run --inputs": "`interlace.Executor` runs a schedule on tensors of your own",
     "bench transformer --simulate": "`interlace simulate FILE` predicts an exported schedule",

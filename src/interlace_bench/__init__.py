@@ -6,10 +6,8 @@ ranks.py         the ranks of a benchmark: starting, joining, meeting; progress
 race.py          variants of one computation: opened, checked, timed in turn by bursts, memory
 rows.py          rows of CSV, and what a row says of the machine: commit, versions
 bars.py          the bars that rows must clear
-links.py         copies between ranks, messages, collectives
-device.py        what calibration wants to know of one device alone
-interconnect.py  `interlace bench interconnect`, and what `interlace calibrate` measures
-measured_sites.py  rows of `overlap` as the measured sites of a calibration
+links.py         copies between ranks, messages, collectives: `interlace bench interconnect`
+calibration/     what `interlace calibrate` measures, and the machine that it makes
 shapes.py        shapes of sites, as options name them
 sites.py         AG+GEMM, GEMM+RS and GEMM+AR: Program, inputs, reference
 candidates.py    the variants that compute a site: ours, and what both are compared with

@@ -22,7 +22,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +36,7 @@ from interlace.runtime import Executor
 from interlace.runtime.hosts import on_hosts
 from interlace.runtime.machine import machine_for
 from interlace_bench.links import assert_no_multicast, enable_symmetric_memory
-from interlace_bench.race import Opened, Variant, burst, captured, worst
+from interlace_bench.race import Opened, Variant, captured, open_racer, race, worst
 from interlace_bench.ranks import Ranks
 from interlace_bench.settings import STRATEGIES
 from interlace_bench.sites import DTYPES, Inputs, SiteCase, deviation, whole_check
@@ -231,12 +230,9 @@ def _replayed(
 
     runs = {"x copied in": copy_in, "a graph for each x": in_place}
     given = [(x, weight) for x, _ in sets]
-    took = dict.fromkeys(runs, math.inf)
-    for _ in range(TRIALS):
-        for name, run in runs.items():
-            spent = burst(ranks, run, given, TRIALS * len(given), warm=len(given))[0]
-            took[name] = min(took[name], *ranks.maximum([spent]))
-    facts["chosen"] = min(took, key=lambda name: took[name])
+    racers = [open_racer(name, run, given) for name, run in runs.items()]
+    race(ranks, racers, 0.0, rounds=(TRIALS, TRIALS))
+    facts["chosen"] = min(racers, key=lambda racer: racer.median).variant.name
     return runs[facts["chosen"]]
 
 

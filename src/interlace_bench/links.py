@@ -1,8 +1,9 @@
-"""Transfers between ranks: one-sided copies, messages, collectives.
+"""Transfers between ranks: one-sided copies, messages, collectives. `interlace bench interconnect`.
 
-    best = best_copy(ranks)                     # all ranks copying at once
-    for sample in measure_links(ranks, sizes, step):
+    report = work(InterconnectSettings(), ranks, tell)     # on every rank; rank 0 gets the report
+    for sample in measured(InterconnectSettings(), ranks, tell):
         print(sample.pattern, sample.kind, sample.nbytes, sample.seconds)
+    best = best_copy(ranks)                     # all ranks copying at once
     memory = BenchMemory(ranks, 1 << 20)
     memory.copy(memory.mine, memory.theirs[1], 4096)     # a get: the first 4096 bytes
 
@@ -14,13 +15,12 @@ measure between hosts. GPUs copy by the copy engine (`cuMemcpyDtoDAsync`).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import math
-import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,19 +29,33 @@ import torch.distributed as dist
 import interlace
 from interlace.comm.backends import require_backend
 from interlace.comm.host.shared_memory import Segment, share
-from interlace.comm.resets import reset_teams
-from interlace.errors import BackendError, InterlaceError
+from interlace.errors import BackendError, OptionError
 from interlace.ir import Program
 from interlace.ir.ops import KINDS
+from interlace.launch import Tell
 from interlace.options import BACKENDS, Options
 from interlace.runtime import Executor
-from interlace_bench.fit import Sample
-from interlace_bench.race import burst, describe
+from interlace_bench.calibration.fit import Sample
+from interlace_bench.race import (
+    Opened,
+    Plan,
+    Variant,
+    benchmark,
+    close,
+    give_up,
+    open_racer,
+    prepare,
+    race,
+    step,
+)
 from interlace_bench.ranks import WAIT_S, Ranks
+from interlace_bench.rows import Row
+from interlace_bench.settings import InterconnectSettings, nbytes
 
 ROOF_SIZES = (64 << 20, 256 << 20)
 """Bytes of the copies that make the roof."""
-BURST_S = 2e-3
+LEAST, COLLECTIVES_MOST = 1 << 10, 1 << 28
+"""Bytes of the smallest message, and of the largest collective."""
 REPEATS = 3
 COLLECTIVES = 4
 """Collectives in a Program: what a run costs besides is spread over them."""
@@ -145,58 +159,59 @@ def patterns(ranks: Ranks) -> list[tuple[str, list[int]]]:
     return [("ring", others[:1]), *([("all", others)] if ranks.size > 2 else [])]
 
 
-def timed(ranks: Ranks, run: Callable[[], Any], guess: float) -> float:
-    """Seconds of one launch: the median of a few bursts, of each the slowest rank."""
-    launches = min(100, max(2, round(BURST_S / guess)))
-    bursts = [burst(ranks, run, [()], launches)[0] for _ in range(REPEATS)]
-    return statistics.median(ranks.maximum(bursts))
+def sample(ranks: Ranks, what: Variant | Callable[[], Any], parts: int = 1, **of: Any) -> Sample:
+    """A sample with the time of each of the `parts` of a launch, in a few bursts alone, of which
+    the slowest rank counts; or with the error where a rank raised."""
+    racer = prepare(ranks, what) if isinstance(what, Variant) else open_racer("launch", what)
+    if racer.ready:
+        race(ranks, [racer], 0.0, rounds=(REPEATS, REPEATS), launches=(2, 100))
+        give_up(ranks, racer)
+    close([racer])
+    return Sample(seconds=racer.median / parts, ranks=ranks.size, error=racer.problem or "", **of)
 
 
-def measure_links(
-    ranks: Ranks, sizes: Sequence[int], step: Callable[[str], None]
-) -> Iterator[Sample]:
-    """Every pattern, both directions, every size; then messages of the backend."""
+def measured(settings: InterconnectSettings, ranks: Ranks, tell: Tell) -> list[Sample]:
+    """The samples of links and collectives, alike on all ranks."""
+    most = nbytes(settings.most or ("1GiB" if ranks.cuda else "16MiB"))
+    if most < LEAST:
+        raise OptionError(f"messages of {most} bytes at most: give {LEAST} or more")
+    sizes, shorter = (sizes_between(LEAST, each) for each in (most, min(most, COLLECTIVES_MOST)))
     inside = ranks.within()
-    if inside.size > 1:
-        step("get and put")
-        yield from _copies(inside, sizes)
-        step("send")
-        for nbytes in sizes:
-            yield _message(inside, nbytes)
-    if ranks.hosts:
-        step("send between hosts")
-        for nbytes in sizes:
-            yield _message(ranks, nbytes)
+    teams = [inside] * (inside.size > 1) + [ranks] * bool(ranks.hosts)
+    found: list[Sample] = []
+    for team in teams:
+        where = " between hosts" * bool(team.hosts)
+        if not team.hosts:
+            step(tell, "get and put")
+            found += _copies(team, sizes)
+        step(tell, f"send{where}")
+        found += [_message(team, size) for size in sizes]
+    for team in teams:
+        found += _collectives(team, shorter, tell)
+    return found + backends(ranks)[1]
 
 
 def _copies(ranks: Ranks, sizes: Sequence[int]) -> Iterator[Sample]:
     """Gets and puts of every size, in each pattern, all ranks copying."""
     memory = BenchMemory(ranks, max(sizes))
     mine = memory.private
-    for (pattern, peers), kind, nbytes in itertools.product(patterns(ranks), ("get", "put"), sizes):
+    for (pattern, peers), kind, size in itertools.product(patterns(ranks), ("get", "put"), sizes):
 
-        def run(peers: list[int] = peers, kind: str = kind, nbytes: int = nbytes) -> None:
+        def run(peers: list[int] = peers, kind: str = kind, size: int = size) -> None:
             for peer in peers:
                 theirs = memory.theirs[peer]
                 dst, src = (mine, theirs) if kind == "get" else (theirs, mine)
-                memory.copy(dst, src, nbytes)
+                memory.copy(dst, src, size)
 
-        guess = len(peers) * (1e-5 + nbytes / (2e11 if ranks.cuda else 3e9))
-        yield Sample(
-            kind=kind,
-            backend="peer",
-            protocol="ce" if ranks.cuda else "cpu",
-            pattern=pattern,
-            nbytes=nbytes,
-            ranks=ranks.size,
-            seconds=timed(ranks, run, guess) / len(peers),
-        )
+        protocol = "ce" if ranks.cuda else "cpu"
+        of = {"kind": kind, "backend": "peer", "protocol": protocol, "pattern": pattern}
+        yield sample(ranks, run, len(peers), **of, nbytes=size)
 
 
-def _message(ranks: Ranks, nbytes: int) -> Sample:
+def _message(ranks: Ranks, size: int) -> Sample:
     """Every rank sends to the next and receives from the one before: within a host, or each from
     host to host."""
-    out = torch.zeros(nbytes, dtype=torch.uint8, device=ranks.device)
+    out = torch.zeros(size, dtype=torch.uint8, device=ranks.device)
     into = torch.zeros_like(out)
     rows = zip(*ranks.hosts, strict=False) if ranks.hosts else [tuple(range(ranks.size))]
     line = next((row for row in rows if ranks.me in row), (ranks.me,))
@@ -213,46 +228,32 @@ def _message(ranks: Ranks, nbytes: int) -> Sample:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
 
-    blank = Sample(
+    return sample(
+        ranks,
+        run,
         kind="send",
-        seconds=math.nan,
         backend="nccl" if ranks.cuda else "gloo",
         pattern="hosts" if ranks.hosts else "ring",
-        nbytes=nbytes,
-        ranks=ranks.size,
+        nbytes=size,
         hosts=len(ranks.hosts) or 1,
     )
-    guess = (4e-5 + nbytes / 2e11) if ranks.cuda else (2e-4 + nbytes / 1e9)
-    return attempt(ranks, blank, lambda: timed(ranks, run, guess))
-
-
-def attempt(ranks: Ranks, blank: Sample, measure: Callable[[], float]) -> Sample:
-    """The sample with its time, or with the error where the measurement raised on some rank."""
-    problem, seconds = None, math.nan
-    try:
-        seconds = measure()
-    except Exception as error:
-        problem = describe(error, ranks)
-    problem = ranks.agree(problem)
-    return replace(blank, seconds=math.nan if problem else seconds, error=problem or "")
 
 
 def best_copy(ranks: Ranks, sizes: Sequence[int] = ROOF_SIZES) -> Sample | None:
     """The link's roof inside a host: the best of long copies, get and put, to the next rank and to
     all, all ranks copying. None where a host has one rank."""
     ranks = ranks.within()
-    if ranks.size < 2:
-        return None
-    return max(_copies(ranks, sizes), key=lambda sample: sample.nbytes / sample.seconds)
+    copies = [copy for copy in _copies(ranks, sizes) if copy.usable] if ranks.size > 1 else []
+    return max(copies, key=lambda copy: copy.nbytes / copy.seconds, default=None)
 
 
 # -- collectives --------------------------------------------------------------------------------
 
 
-def backends(ranks: Ranks) -> tuple[list[str], dict[str, str]]:
-    """The backends that serve this device, and why the others do not."""
+def backends(ranks: Ranks) -> tuple[list[str], list[Sample]]:
+    """The backends that serve this device, and those that do not, each with its reason."""
     there: list[str] = []
-    absent: dict[str, str] = {}
+    absent: list[Sample] = []
     for name in BACKENDS:
         try:
             require_backend(name)
@@ -260,7 +261,7 @@ def backends(ranks: Ranks) -> tuple[list[str], dict[str, str]]:
                 raise BackendError("NCCL moves tensors of GPUs alone")
             there.append(name)
         except BackendError as error:
-            absent[name] = str(error)
+            absent.append(Sample(kind="any", seconds=math.nan, backend=name, error=str(error)))
     return there, absent
 
 
@@ -278,61 +279,58 @@ def collective_program(kind: str, backend: str, world: int, elements: int) -> Pr
     return p.program
 
 
-def measure_collectives(
-    ranks: Ranks, sizes: Sequence[int], step: Callable[[str], None]
-) -> Iterator[Sample]:
+def _collectives(ranks: Ranks, sizes: Sequence[int], tell: Tell) -> Iterator[Sample]:
     """Every kind of every backend over the sizes."""
-    there = backends(ranks)[0]
-    inside = ranks.within()
-    for team in [inside] * (inside.size > 1) + [ranks] * bool(ranks.hosts):
-        for backend, kind in itertools.product(there, KINDS):
-            if backend == "peer" and team.hosts:
-                continue
-            step(f"{backend} {kind}" + " between hosts" * bool(team.hosts))
-            for nbytes in sizes[:1] if kind == "barrier" else sizes:
-                sample = _collective(team, backend, kind, nbytes)
-                yield sample
-                if sample.error:
-                    break  # larger ones fail as well, and waiting for each takes its time
+    for backend, kind in itertools.product(backends(ranks)[0], KINDS):
+        if backend == "peer" and ranks.hosts:
+            continue
+        step(tell, f"{backend} {kind}" + " between hosts" * bool(ranks.hosts))
+        for size in sizes[:1] if kind == "barrier" else sizes:
+            found = _collective(ranks, backend, kind, size)
+            yield found
+            if found.error:
+                break  # larger ones fail as well, and waiting for each takes its time
 
 
-def _collective(ranks: Ranks, backend: str, kind: str, nbytes: int) -> Sample:
-    world = ranks.size
-    elements = -(-nbytes // 4 // world) * world
-    held: list[Executor] = []
+def _collective(ranks: Ranks, backend: str, kind: str, size: int) -> Sample:
+    elements = -(-size // 4 // ranks.size) * ranks.size
+    held = contextlib.ExitStack()
 
-    def measure() -> float:
-        program = collective_program(kind, backend, world, elements)
+    def make() -> Opened:
+        program = collective_program(kind, backend, ranks.size, elements)
         options = Options(timeout_s=TIMEOUT_S)
-        executor = Executor(
-            program, groups={"tp": ranks.group}, device=ranks.device, options=options
-        )
-        held.append(executor)
+        groups = {"tp": ranks.group}
+        executor = Executor(program, groups=groups, device=ranks.device, options=options)
+        held.callback(executor.close)
         executor.prepare()
-        inputs = [
-            torch.zeros([int(str(size)) for size in buffer.shape], device=ranks.device)
-            for buffer in program.params
-        ]
-        slow = backend == "gloo" or not ranks.cuda
-        guess = COLLECTIVES * ((5e-4 + nbytes / 5e8) if slow else (3e-5 + nbytes / 1e11))
-        return timed(ranks, lambda: executor.run(inputs), guess) / COLLECTIVES
+        sizes = [[int(str(size)) for size in buffer.shape] for buffer in program.params]
+        inputs = [torch.zeros(shape, device=ranks.device) for shape in sizes]
+        return Opened(lambda: executor.run(inputs))
 
-    blank = Sample(
+    return sample(
+        ranks,
+        Variant(f"{backend} {kind}", make, held.close),
+        COLLECTIVES,
         kind=kind,
-        seconds=math.nan,
         backend=backend,
         pattern="hosts" if ranks.hosts else "team",
         nbytes=4 * elements if kind != "barrier" else 0,
-        ranks=world,
         hosts=len(ranks.hosts) or 1,
     )
-    sample = attempt(ranks, blank, measure)
-    for executor in held:
-        executor.close()
-    if sample.error:
-        try:
-            reset_teams()
-        except InterlaceError as error:
-            step_error = str(error).splitlines()[0]
-            raise InterlaceError(f"{backend} {kind}: {sample.error}; then {step_error}") from error
-    return sample
+
+
+# -- the benchmark ------------------------------------------------------------------------------
+
+
+@benchmark
+def work(settings: InterconnectSettings, ranks: Ranks, tell: Tell) -> Plan:
+    """All of it, as one case."""
+
+    def shown(rows: list[Row]) -> list[Row]:
+        largest = {row["kind"]: row["nbytes"] for row in rows}  # sizes grow
+        return [row for row in rows if row["nbytes"] == largest[row["kind"]]]
+
+    def rows(seconds: float) -> list[Row]:
+        return [each.row for each in measured(settings, ranks, tell)]
+
+    return Plan(cases={"links": rows}, headline=f", {ranks.size} ranks", shown=shown)

@@ -28,18 +28,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from interlace.demo.model import Block
-from interlace.launch import Report, Tell
+from interlace.launch import Tell
 from interlace.optim import LayerWise, Muon, muon_groups
 from interlace.options import Options
 from interlace_bench.kernels.case import needed, relative
 from interlace_bench.layers.models import LayerDims
 from interlace_bench.race import (
     Opened,
+    Plan,
     Racer,
     Variant,
     also,
+    benchmark,
     close,
-    free,
     held,
     peak,
     prepare,
@@ -48,7 +49,7 @@ from interlace_bench.race import (
     worst,
 )
 from interlace_bench.ranks import Ranks
-from interlace_bench.rows import Row, facts
+from interlace_bench.rows import Row
 from interlace_bench.settings import OptimizerSettings
 from interlace_bench.sites import DTYPES
 
@@ -294,29 +295,28 @@ def _stepped(module: nn.Module, *optimizers: torch.optim.Optimizer) -> ModelUnde
     return ModelUnderTraining(module, step, zero)
 
 
-def work(settings: OptimizerSettings, ranks: Ranks, tell: Tell) -> Report | None:
-    """Races the variants; rank 0 gets the report."""
+@benchmark
+def work(settings: OptimizerSettings, ranks: Ranks, tell: Tell) -> Plan:
+    """All variants, in one race."""
     trained = OptimizerVariants(settings, ranks)
-    variants = [trained.variant(name) for name in settings.names]
-    if ranks.cuda:  # what stays of memory from a first one is nobody's
-        first = prepare(ranks, variants[0])
-        also(ranks, first, trained.measure)
-        close([first])
-    racers = run_race(ranks, variants, trained.time, tell, measure=trained.measure)
-    rows = _rows(trained, racers)
-    tell({"event": "rows", "rows": rows})
-    close(racers.values())
-    free(ranks)
     size = trained.size
+
+    def measure(seconds: float) -> list[Row]:
+        variants = [trained.variant(name) for name in settings.names]
+        if ranks.cuda:  # what stays of memory from a first one is nobody's
+            first = prepare(ranks, variants[0])
+            also(ranks, first, trained.measure)
+            close([first])
+        racers = run_race(ranks, variants, trained.time, tell, measure=trained.measure)
+        return _rows(trained, racers)
+
     said = f"{trained.model} x {size.layers}, {size.batch} x {size.sequence} tokens in {size.dtype}"
-    found = {"rows": rows, "facts": facts(ranks.device.type, settings.commit)}
-    return None if ranks.me else {**found, "headline": f", {ranks.size} ranks, {said}; in ms"}
+    return Plan(cases={"steps": measure}, headline=f", {ranks.size} ranks, {said}; in ms")
 
 
 def _rows(trained: OptimizerVariants, racers: dict[str, Racer]) -> list[Row]:
     """The rows; of memory the greatest of all ranks'."""
     ranks, size = trained.ranks, trained.size
-    common = facts(ranks.device.type, trained.settings.commit)
     none = racers["no-gather"].median if "no-gather" in racers else math.nan
     gather = racers["synchronous"].median - none if "synchronous" in racers else math.nan
     return [
@@ -328,13 +328,12 @@ def _rows(trained: OptimizerVariants, racers: dict[str, Racer]) -> list[Row]:
             "device": ranks.device.type,
             "way": name,
             "step_ms": racer.median * 1e3,
-            "p90_ms": racer.columns("p90_us")["p90_us"] / 1e3,
+            "p90_ms": racer.row["p90_us"] / 1e3,
             "exposed_ms": (racer.median - none) * 1e3,
             "gather_ms": gather * 1e3,
             "exposed_share": (racer.median - none) / gather,
             "over_no_gather": racer.median / none,
-            **racer.columns("peak_bytes", "off", "rounds", "sm_mhz", "error"),
-            **common,
+            **racer.row,
         }
         for name, racer in racers.items()
     ]

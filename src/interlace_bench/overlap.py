@@ -23,55 +23,51 @@ from interlace.runtime.machine import machine_for
 from interlace_bench.candidates import ours, rivals, whole_gemms
 from interlace_bench.links import ROOF_SIZES, best_copy
 from interlace_bench.race import (
+    Plan,
     Racer,
     Variant,
-    also,
-    close,
-    host_times,
+    benchmark,
     race,
-    run_cases,
+    race_hosts,
     run_race,
 )
 from interlace_bench.ranks import Ranks
-from interlace_bench.rows import Row, facts
+from interlace_bench.rows import Row
 from interlace_bench.settings import OverlapSettings, whole, words
 from interlace_bench.sites import SiteCase, cases_of, make_inputs
 
 BRIEF_S = 150e-6
 """A longer launch hides its host's time, which is then taken from the bursts."""
+HOST_S = 2.0
+"""Seconds in which hosts are timed where launches are brief."""
 MARGIN_S = 0.25
 """Part of a case's share of the time that timing gets at least, however long set-up took."""
 
 
-@torch.no_grad()
-def work(settings: OverlapSettings, ranks: Ranks, tell: Tell) -> Row | None:
-    """Measures every case, within the time, set-up included; rank 0 gets the report."""
-    begun = time.monotonic()
+@benchmark
+def work(settings: OverlapSettings, ranks: Ranks, tell: Tell) -> Plan:
+    """All cases."""
     # The largest last: what small ones leave of their time is theirs, whose noise is the greatest.
     cases = sorted(cases_of(settings.preset, settings.shapes, words(settings.dtype)), key=_work)
     for case in cases:
         case.check(ranks.size)
-    common = facts(ranks.device.type, settings.commit)
     machine = machine_for(Options(calibration=whole(settings.calibration)), ranks.device.type)
-    common["calibrated"] = "yes" if machine.host or settings.calibration else "no"
     roof = best_copy(ranks, ROOF_SIZES if ranks.cuda else (1 << 20,))
     bandwidth = math.nan if roof is None else roof.nbytes / roof.seconds
-    smallest = {case.op: min(_work(c) for c in cases if c.op == case.op) for case in cases}
 
+    @torch.no_grad()
     def measure(case: SiteCase, share: float) -> list[Row]:
-        small = _work(case) == smallest[case.op]
-        racers = _case(case, settings, ranks, share, small, tell)
-        return [row | common for row in _rows(case, racers, bandwidth, ranks)]
+        return _rows(case, _case(case, settings, ranks, share, tell), bandwidth, ranks)
 
-    named = {str(case): functools.partial(measure, case) for case in cases}
-    (spent,) = ranks.maximum([time.monotonic() - begun])
-    rows, skipped = run_cases(ranks, named, settings.seconds - spent, tell)
-    if ranks.me:
-        return None
     said = f", roof of a copy {bandwidth / 1e9:.1f} GB/s"
     if roof is not None:
         said += f" ({roof.kind} {roof.protocol} {roof.pattern} {roof.nbytes >> 20}M)"
-    return {"rows": rows, "skipped": skipped, "facts": common, "headline": said}
+    return Plan(
+        cases={str(case): functools.partial(measure, case) for case in cases},
+        seconds=settings.seconds,
+        facts={"calibrated": "yes" if machine.host or settings.calibration else "no"},
+        headline=said,
+    )
 
 
 def _work(case: SiteCase) -> int:
@@ -79,7 +75,7 @@ def _work(case: SiteCase) -> int:
 
 
 def _case(
-    case: SiteCase, settings: OverlapSettings, ranks: Ranks, share: float, small: bool, tell: Tell
+    case: SiteCase, settings: OverlapSettings, ranks: Ranks, share: float, tell: Tell
 ) -> list[Racer]:
     """Every candidate, timed and closed; whole matmuls come first."""
     begun = time.monotonic()
@@ -97,21 +93,14 @@ def _case(
         race(ranks, [*running.values()], max(share - spent, MARGIN_S * share), ahead=1)
         timed = [racer for racer in running.values() if not racer.variant.facts["whole"]]
         fastest = min((racer.median for racer in timed if racer.timed), default=math.inf)
-        if small or max(ranks.maximum([fastest])) <= BRIEF_S:
-            for racer in timed:
-                also(ranks, racer, many_calls)
+        if max(ranks.maximum([fastest])) <= BRIEF_S:
+            race_hosts(ranks, [racer for racer in timed if racer.ready], HOST_S)
         for racer in ready:
             if (twin := running.get(twins.get(racer.variant.name, ""))) is not None:
                 racer.rounds, racer.host, racer.clocks = twin.rounds, twin.host, twin.clocks
                 racer.problem = twin.problem
 
-    def many_calls(racer: Racer) -> None:
-        """Times calls of this rank's host, in place of the bursts' calls."""
-        racer.host = host_times(ranks, racer.run, racer.variant.sets, settings.host_runs)
-
-    racers = [*run_race(ranks, variants, timer, tell, f"{case}: ").values()]
-    close(racers)
-    return racers
+    return [*run_race(ranks, variants, timer, tell, f"{case}: ").values()]
 
 
 def _twins(variants: Sequence[Variant]) -> dict[str, str]:
@@ -138,7 +127,6 @@ def _rows(case: SiteCase, racers: Sequence[Racer], bandwidth: float, ranks: Rank
             **asdict(case),
             "world": ranks.size,
             **{name: of[name] for name in ("strategy", "mode", "chosen")},
-            **racer.columns("median_us", "p90_us", "least_us", "host_us", "host_runs"),
             "speedup_eager": base.get("eager", math.nan) / racer.median,
             "speedup_graph": base.get("graph", math.nan) / racer.median,
             "r": racer.median / max(gemm_s, link_s),
@@ -146,7 +134,7 @@ def _rows(case: SiteCase, racers: Sequence[Racer], bandwidth: float, ranks: Rank
             "link_us": link_s * 1e6,
             "bandwidth_gbs": bandwidth / 1e9,
             "predicted_us": of.get("predicted_us", math.nan),
-            **racer.columns("deviation", "rounds", "sm_mhz", "error"),
+            **racer.row,
         }
         for of, racer in known
     ]

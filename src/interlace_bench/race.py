@@ -2,8 +2,6 @@
 
     racers = run_race(ranks, variants, lambda racers: race(ranks, racers, seconds=2.0), tell)
     racers["ours"].median, racers["ours"].problem    # seconds: of each round the slowest rank's
-    close(racers.values())
-    free(ranks)
 
 A variant that cannot be opened, computes something wrong or raises is out on all ranks, with the
 reason; the others go on.
@@ -19,6 +17,7 @@ percentile.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 import random
@@ -33,10 +32,11 @@ import torch
 
 from interlace.comm.resets import reset_teams
 from interlace.errors import ExecutorError, InterlaceError
-from interlace.launch import Tell
+from interlace.launch import Report, Tell
 from interlace.torch_private import cuda_sleep
-from interlace_bench.ranks import Ranks
-from interlace_bench.rows import Row
+from interlace_bench.ranks import Ranks, Work
+from interlace_bench.rows import Row, facts
+from interlace_bench.settings import BenchSettings
 
 Run = Callable[..., Any]
 """Launches once, with the inputs of one set."""
@@ -72,7 +72,7 @@ class Opened:
     """A variant, ready to run."""
 
     run: Run
-    off: Callable[[], float]
+    off: Callable[[], float] = lambda: 0.0
     """Lets it compute something known: how far it is off, in units of what rounding may do."""
     state: Callable[[], int] = lambda: 0
     """Bytes that it keeps from call to call."""
@@ -135,10 +135,11 @@ class Racer:
         """The median time in seconds; NaN where it has none."""
         return median(self.timed)
 
-    def columns(self, *names: str) -> dict[str, Any]:
-        """The named columns of its row; times are in microseconds, NaN where it has none."""
+    @property
+    def row(self) -> Row:
+        """Its columns of a row; times are in microseconds, NaN where it has none."""
         timed = self.timed
-        known = {
+        return {
             "median_us": self.median * 1e6,
             "p90_us": percentile(timed, 0.9) * 1e6,
             "least_us": min(timed, default=math.nan) * 1e6,
@@ -147,11 +148,9 @@ class Racer:
             "rounds": len(timed),
             "sm_mhz": math.nan if self.problem else median(self.clocks),
             "off": self.off,
-            "deviation": self.off,
             "error": self.problem or "",
             **self.figures,
         }
-        return {name: known.get(name, math.nan) for name in names}
 
 
 def median(values: Sequence[float]) -> float:
@@ -171,6 +170,11 @@ def worst(offs: Iterable[float]) -> float:
     return max(known) if all(map(math.isfinite, known)) else math.inf
 
 
+def step(tell: Tell, doing: str) -> None:
+    """Tells what is under way."""
+    tell({"event": "step", "doing": doing})
+
+
 def run_race(
     ranks: Ranks,
     variants: Iterable[Variant],
@@ -179,47 +183,74 @@ def run_race(
     title: str = "",
     measure: Callable[[Racer], None] | None = None,
 ) -> dict[str, Racer]:
-    """Opens variants, one after another, and times in turn those that have no problem; the racers
-    by name. Each that is open does the step `measure` alone before the next one is opened."""
+    """Opens variants, one after another, times in turn those that have no problem, and closes all;
+    the racers by name. Each that is open does the step `measure` alone before the next is opened.
+    """
     racers: dict[str, Racer] = {}
     for variant in variants:
-        tell({"event": "doing", "doing": f"{title}{variant.name}"})
+        step(tell, f"{title}{variant.name}")
         racer = racers[variant.name] = prepare(ranks, variant)
         if measure is not None:
             also(ranks, racer, measure)
-    tell({"event": "doing", "doing": f"{title}timing"})
+    step(tell, f"{title}timing")
     timer([racer for racer in racers.values() if racer.ready])
     gather(ranks, racers.values())
+    close(racers.values())
     return racers
 
 
-def run_cases(
-    ranks: Ranks,
-    cases: Mapping[str, Callable[[float], list[Row]]],
-    seconds: float,
-    tell: Tell,
-    most_s: float = math.inf,
-    kept_s: float = 0.0,
-) -> tuple[list[Row], list[str]]:
-    """The rows of all cases, told as they come, and the names of those for which no time was left.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The cases of a benchmark on these ranks, and what their report says."""
 
-    Each measures within its part of the `seconds`, at most `most_s`; `kept_s` are left over.
-    """
-    begun = time.monotonic()
-    rows: list[Row] = []
-    skipped: list[str] = []
-    for number, (name, measure) in enumerate(cases.items()):
-        tell({"event": "step", "doing": name})
-        (spent,) = ranks.maximum([time.monotonic() - begun])
-        left = seconds - spent
-        if left <= kept_s:
-            skipped.append(name)
-            continue
-        found = measure(min(most_s, left / (len(cases) - number)))
-        free(ranks)
-        tell({"event": "rows", "rows": found})
-        rows += found
-    return rows, skipped
+    cases: Mapping[str, Callable[[float], list[Row]]]
+    """Each measures its rows within so many seconds."""
+    seconds: float = math.inf
+    """Time for all of them, set-up included; those for which none is left are skipped."""
+    most_s: float = math.inf
+    """Most seconds for a case."""
+    facts: Row = field(default_factory=dict[str, Any])
+    """Columns of all rows, beside what they say of the machine."""
+    headline: str = ""
+    shown: Callable[[list[Row]], list[Row]] = lambda rows: rows
+    """Picks the rows that people see."""
+
+
+def benchmark(plan_of: Callable[[Any, Ranks, Tell], Plan]) -> Work:
+    """Measures the cases of a plan, one after another, and tells their rows as they come; rank 0
+    gets the report."""
+
+    @functools.wraps(plan_of)
+    def work(settings: BenchSettings, ranks: Ranks, tell: Tell) -> Report | None:
+        begun = time.monotonic()
+        plan = plan_of(settings, ranks, tell)
+        common = plan.facts | facts(ranks.device.type, settings.commit)
+        rows: list[Row] = []
+        skipped: list[str] = []
+        for number, (name, measure) in enumerate(plan.cases.items()):
+            step(tell, name)
+            (spent,) = ranks.maximum([time.monotonic() - begun])
+            left = plan.seconds - spent
+            if left <= 0:
+                skipped.append(name)
+                continue
+            share = min(plan.most_s, left / (len(plan.cases) - number))
+            found = [row | common for row in measure(share)]
+            free(ranks)
+            tell({"event": "rows", "rows": found})
+            rows += found
+        if ranks.me:
+            return None
+        report = {"rows": rows, "skipped": skipped, "facts": common}
+        return {**report, "headline": plan.headline, "shown": plan.shown(rows)}
+
+    return work
+
+
+def open_racer(name: str, run: Run, sets: Sets = ((),)) -> Racer:
+    """A racer of what is ready to run, and right."""
+    opened = Opened(run)
+    return Racer(Variant(name, lambda: opened, sets=sets), opened)
 
 
 def prepare(ranks: Ranks, variant: Variant) -> Racer:
@@ -253,6 +284,11 @@ def _attempt(ranks: Ranks, racer: Racer, step: Callable[[], str | None]) -> None
     except Exception as error:
         problem = describe(error, ranks)
     racer.problem = ranks.agree(problem)
+    give_up(ranks, racer)
+
+
+def give_up(ranks: Ranks, racer: Racer) -> None:
+    """Closes a variant that has a problem, on all ranks; others stay."""
     if racer.problem is None:
         return
     racer.opened = None
@@ -409,8 +445,8 @@ def race(
         running = _without(ranks, failed, running)
         if number >= least and max(ranks.maximum([spent])) * (1 + 1 / number) > seconds:
             break
-    for racer in running:  # host times stay this rank's
-        racer.rounds = racer.host if host else ranks.maximum(racer.rounds)
+    for racer in running if not host else ():  # host times stay this rank's
+        racer.rounds = ranks.maximum(racer.rounds)
 
 
 def _launches(
@@ -446,10 +482,8 @@ def _without(ranks: Ranks, failed: Mapping[str, str], racers: Sequence[Racer]) -
 
 def time_device(ranks: Ranks, racers: Sequence[Racer]) -> None:
     """Times launches where the host is ahead: the device waits for as long as the slowest host
-    takes to issue a burst, so that only the device's own time counts. Nothing without a GPU."""
-    if not ranks.cuda:
-        return
-    again = [Racer(racer.variant, racer.opened) for racer in racers if racer.ready]
+    takes to issue a burst, so that only the device's own time counts. NaN without a GPU."""
+    again = [Racer(racer.variant, racer.opened) for racer in racers if racer.ready and ranks.cuda]
     launches, rounds = (AHEAD_LAUNCHES, AHEAD_LAUNCHES), (AHEAD_ROUNDS, AHEAD_ROUNDS)
     race(ranks, again, math.inf, rounds, launches, ahead=AHEAD_LAUNCHES)
     timed = {racer.variant.name: racer.median * 1e6 for racer in again}
@@ -476,8 +510,12 @@ def host_times(ranks: Ranks, run: Run, inputs: Sets, calls: int) -> list[float]:
 
 
 def race_hosts(ranks: Ranks, racers: Sequence[Racer], seconds: float) -> None:
-    """Times calls of this rank's host, by variant. torch computes with one thread meanwhile: others
-    would have to be woken for each call."""
+    """Times calls of this rank's host, by variant, in place of those that bursts had.
+
+    torch computes with one thread meanwhile: others would have to be woken for each call.
+    """
+    for racer in racers:
+        racer.host = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

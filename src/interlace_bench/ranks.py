@@ -13,7 +13,6 @@ prints the stacks of its threads and ends.
 
 from __future__ import annotations
 
-import faulthandler
 import functools
 import os
 import sys
@@ -108,64 +107,32 @@ class Ranks:
         return Ranks(at, len(mine), self.device, group, board, _device_tick=tick)
 
 
-class Alone(Ranks):
-    """One rank with nobody to meet, for what is measured on one device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.me, self.size, self.device = 0, 1, device
-
-    def exchange(self, note: Note, wait_s: float = WAIT_S) -> list[Note]:
-        """The note."""
-        return [note]
-
-    def agree(self, problem: str | None) -> str | None:
-        """The problem."""
-        return problem
-
-    def align(self) -> None:
-        """Waits for the device."""
-        self.synchronize()
-
-
 Work = Callable[[Any, Ranks, Tell], Report | None]
 """A benchmark, on one rank: its settings, the ranks, and who hears of progress and rows."""
 
 
 def run(work: Work, settings: BenchSettings, world: int | None = None) -> Report | None:
     """Rank 0's report; None on other ranks of torchrun. By default a rank for each GPU, or two."""
-    device = pick_device(settings.device)
-    if os.environ.get("RANK", "0") != "0":
-        return on_rank(work, device, settings, lambda event: None)
-    hear = progress(settings)
-    if "WORLD_SIZE" in os.environ:
-        return on_rank(work, device, settings, hear)
+    started = "WORLD_SIZE" in os.environ  # by torchrun
+    on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if started else world or 1
+    device = pick_device(settings.device, on_this_host)
     size = world or (torch.cuda.device_count() if device == "cuda" else 2)
-    if size < 2:
+    size = int(os.environ["WORLD_SIZE"]) if started else size
+    if size < settings.least_ranks:
         raise TeamError(f"{size} rank: a benchmark needs two at least; --device cpu runs anywhere")
-    return start(work, settings, device, size, hear)
-
-
-def run_alone(measure: Callable[[Any, Tell], Report], settings: BenchSettings) -> Report:
-    """The report of what is measured in this process, which ends where it takes too long."""
-    out = sys.__stderr__ or sys.stderr
-    faulthandler.dump_traceback_later(settings.timeout, exit=True, file=out)
-    try:
-        return measure(settings, progress(settings))
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-def start(work: Work, settings: BenchSettings, device: str, size: int, hear: Tell) -> Report:
-    """Rank 0's report of ranks that are processes of this one."""
     each = functools.partial(on_rank, work, device)
-    return launch(each, settings, size, hear, settings.timeout, f"bench {settings.name}")
+    if not started:
+        return launch(each, settings, size, progress(settings), settings.timeout, settings.what)
+    first = os.environ["RANK"] == "0"
+    return each(settings, progress(settings) if first else lambda event: None)
 
 
 def on_rank(work: Work, device: str, settings: BenchSettings, tell: Tell) -> Report | None:
     """Runs a benchmark as one rank, in the default process group of torchrun or `launch`."""
     if settings.as_rivals:  # not where `auto` learns what users' runs take
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "1")  # NCCL's default, which rivals have
-    with joined(device, timedelta(seconds=2 * WAIT_S), settings.timeout) as where:
+    limit, exact = timedelta(seconds=2 * WAIT_S), settings.exact
+    with joined(device, limit, settings.timeout, exact=exact) as where:
         return work(settings, here(where), tell)
 
 
@@ -175,10 +142,10 @@ def several_hosts() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE", size) != size
 
 
-def pick_device(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
-    """`auto` is a GPU where there is one."""
+def pick_device(device: Literal["auto", "cpu", "cuda"], ranks: int = 1) -> Literal["cpu", "cuda"]:
+    """`auto` is a GPU where this host has one for each of its ranks."""
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= ranks else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise BackendError("--device cuda: torch sees no GPU here; take --device cpu")
     return device
@@ -201,10 +168,6 @@ def progress(settings: BenchSettings) -> Tell:
 
 def here(device: torch.device) -> Ranks:
     """The ranks of the default process group, which is there. All of them call it."""
-    if dist.get_world_size() < 2:
-        raise TeamError(
-            "a benchmark of overlap needs two ranks at least: --world 2 --device cpu runs anywhere"
-        )
     world = dist.group.WORLD
     assert world is not None
     me, size = dist.get_rank(), dist.get_world_size()

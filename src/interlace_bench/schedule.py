@@ -1,6 +1,6 @@
 """`interlace run`: a schedule from a file on all ranks, timed, drawn and compared with another.
 
-    report = work(settings, device)         # on every rank of the default process group
+    report = work(settings, ranks, tell)         # on every rank
 
 Each rank draws its inputs by seed and rank; runs the Programs on copies of these;
 compares results and inputs that were written in place; times the Programs in turn, run by run, of
@@ -26,6 +26,7 @@ from interlace.cost import Timeline, simulate
 from interlace.errors import InputError
 from interlace.ir import Buffer, Program, View
 from interlace.ir.text.printer import print_view
+from interlace.launch import Report, Tell
 from interlace.options import Options
 from interlace.runtime import Executor
 from interlace.runtime.machine import machine_for
@@ -33,7 +34,8 @@ from interlace.runtime.values import DTYPES, once, whole
 from interlace.trace import Run, figures_json, write_page
 from interlace.trace.figures import milliseconds
 from interlace.trace.tracks import ranks_of, write_whole
-from interlace_bench.ranks import Alone, Ranks, here
+from interlace_bench.ranks import WAIT_S, Ranks
+from interlace_bench.settings import BenchSettings
 
 TOLERANCES = {
     torch.float64: 1e-10,
@@ -51,9 +53,12 @@ WARM_UPS, TRACED_RUNS = 2, 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSettings:
+class RunSettings(BenchSettings):
     """Programs to run, their reference, and the files to write."""
 
+    name, least_ranks, keeps_rows = "run", 1, False
+    what: str = "the schedule"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """The file, for errors."""
     programs: tuple[Program, ...]
     against: tuple[Program, ...] = ()
     """Programs whose results are the reference; none: no comparison."""
@@ -64,9 +69,13 @@ class RunSettings:
     runs: int = 20
     html: str | None = None
     """Path of the page with the timelines."""
-    out: str | None = None
+    out: str | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Path of the measured timeline as data."""
-    timeout_s: float = 60.0
+
+    @property
+    def exact(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """True where results are compared: equal operations then give equal bits on GPUs."""
+        return bool(self.against)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +145,8 @@ class OpenedSchedule:
 
 
 @torch.no_grad()
-def work(settings: RunSettings, device: torch.device) -> dict[str, Any] | None:
-    """Runs the schedule on this rank of the default process group; rank 0 reports."""
-    ranks = here(device) if dist.get_world_size() > 1 else Alone(device)
+def work(settings: RunSettings, ranks: Ranks, tell: Tell) -> Report | None:
+    """Runs the schedule on this rank; rank 0 reports."""
     sets = [settings.programs, *([settings.against] if settings.against else [])]
     groups = groups_of([program for each in sets for program in each], ranks)
     given = make_inputs(sets, settings, ranks)
@@ -186,7 +194,9 @@ def opened_sets(
         opened: list[OpenedSchedule] = []
         for programs in sets:
             in_order = bool(opened) and settings.in_order
-            options = Options(timeout_s=settings.timeout_s, in_order=in_order, trace=trace)
+            options = Options(
+                timeout_s=min(settings.timeout, WAIT_S), in_order=in_order, trace=trace
+            )
             opened.append(OpenedSchedule(programs, ranks, groups, given, options))
             stack.callback(opened[-1].executor.close)
         yield opened

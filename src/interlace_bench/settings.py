@@ -55,8 +55,10 @@ class BenchSettings:
     name: ClassVar[str]
     as_rivals: ClassVar[bool] = False
     """True where rivals are timed that have NCCL register what graphs touch."""
-    alone: ClassVar[bool] = False
-    """True if it takes this process alone, and no ranks."""
+    exact: ClassVar[bool] = False
+    """True where equal computations on a GPU must give equal bits."""
+    least_ranks: ClassVar[int] = 2
+    keeps_rows: ClassVar[bool] = True
     out: Annotated[
         Path | None, typer.Option(help="Append the rows to a CSV file in this folder, too.")
     ] = None
@@ -69,7 +71,12 @@ class BenchSettings:
     @property
     def path(self) -> Path | None:
         """The file to which rows are appended as they come, if any."""
-        return self.out / f"{self.name}.csv" if self.out is not None else None
+        return self.out / f"{self.name}.csv" if self.out is not None and self.keeps_rows else None
+
+    @property
+    def what(self) -> str:
+        """The name of what the ranks do, for errors."""
+        return f"bench {self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +132,6 @@ class OverlapSettings(RaceSettings):
     ] = "bars"
     shapes: Shapes = ""
     dtype: Annotated[str, typer.Option(help="Element types, with commas; FP8: f8e4m3.")] = "bf16"
-    host_runs: Annotated[int, typer.Option(help="Calls by which host time is measured.")] = 1000
     check: Bars = False
     world: World = None
     calibration: Calibration = None
@@ -167,7 +173,6 @@ class TransformerSettings(RaceSettings):
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1
     dtype: Annotated[Literal["bf16", "f32"], typer.Option(help="Element type.")] = "bf16"
     strategy: Strategy = "auto"
-    check: Bars = False
     calibration: Calibration = None
     world: World = None
 
@@ -203,9 +208,11 @@ class TransformerSettings(RaceSettings):
 class KernelSettings(RaceSettings):
     """Ops, at sizes for a GPU or small ones."""
 
-    name, known, alone = "kernels", KERNELS, True
+    name, known, least_ranks = "kernels", KERNELS, 1
     small: Small = None
-    check: Bars = False
+    world: Annotated[
+        int, typer.Option(help="Ranks; of two, the host's time in a team is measured too.")
+    ] = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +232,7 @@ class OptimizerSettings(RaceSettings):
 class CalibrationSettings(BenchSettings):
     """Settings of `interlace calibrate`: for links, matmuls and copies, and for sites."""
 
-    name = "calibrate"
+    name, keeps_rows = "calibrate", False
     links: InterconnectSettings = InterconnectSettings()
     sites: OverlapSettings | None = None
     file: str

@@ -1,5 +1,4 @@
-"""The bars of `bench overlap` and `bench kernels`, by rows made up: what is judged, and when it is
-missed."""
+"""The bars of `bench overlap`, by rows made up: what is judged, and when it is missed."""
 
 from __future__ import annotations
 
@@ -119,114 +118,9 @@ def test_fp8_has_a_bar_of_its_own() -> None:
     assert len(both) == len(plain) + 2
 
 
-# -- kernels ---------------------------------------------------------------------------------------
-
-CE = {"op": "cross-entropy", "shape": "8192x128256", "dtype": "bf16", "does": "forward+backward"}
-LINEAR = {**CE, "op": "linear-cross-entropy", "shape": "8192x4096x128256"}
-ADAM = {"op": "adam", "shape": "1.40e9 all f32", "dtype": "f32", "does": "step"}
-HOST = {"op": "host", "shape": "Executor.run, 8 calls", "dtype": "f32", "does": "host"}
-
-
-def kernel(of: dict[str, str], way: str, **figures: Any) -> dict[str, Any]:
-    columns = ("median_us", "share", "peak_bytes", "kept_bytes", "state_bytes", "calls")
-    return {
-        **dict.fromkeys(columns, ""),
-        **of,
-        "device": "cuda",
-        "way": way,
-        "error": "",
-        **figures,
-    }
-
-
-def kernel_bars(rows: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[float, bool]]:
-    return {(v.bar, v.way): (round(v.figure, 4), v.passed) for v in judge("kernels", rows)}
-
-
 def test_rows_that_tell_nothing_are_no_verdict() -> None:
-    broken = kernel(CE, "torch.compile", peak_bytes=99.0, error="absent")
-    assert kernel_bars([kernel(CE, "interlace", share=0.9, peak_bytes=100.0), broken]) == {
-        ("share of copy bandwidth", "interlace"): (0.9, True)
-    }
-    assert judge("kernels", [kernel(CE, "interlace", error="wrong")]) == []
-    assert judge("kernels", []) == missed([]) == []
-
-
-def test_no_variant_clears_a_bar_for_the_default() -> None:
-    """Nor one variant the bar of time and another that of memory."""
-    rows = [
-        kernel(LINEAR, "interlace", median_us=100.0, peak_bytes=60.0, kept_bytes=10.0),
-        kernel(LINEAR, "interlace f32 sums", median_us=112.0, peak_bytes=19.0, kept_bytes=10.0),
-        kernel(LINEAR, "unfused", median_us=100.0, peak_bytes=110.0, kept_bytes=10.0),
-    ]
-    assert kernel_bars(rows) == {
-        ("extra memory over unfused", "interlace"): (0.5, False),
-        ("time over unfused", "interlace"): (1.0, True),
-    }
-    assert len(missed(judge("kernels", rows))) == 1
-
-
-MUON = {"op": "muon", "dtype": "bf16", "does": "step"}
-HALF = {**ADAM, "shape": "1.40e9 all bf16", "dtype": "bf16"}
-JUDGED: dict[str, tuple[list[dict[str, Any]], list[tuple[str, float, bool]]]] = {
-    "the loss by bandwidth and memory": (
-        [
-            kernel(CE, "interlace", share=0.849, peak_bytes=100.0),
-            kernel(CE, "torch.compile", share=0.5, peak_bytes=99.0),
-            kernel({**CE, "dtype": "f32"}, "interlace", share=0.1, peak_bytes=1.0),
-            kernel({**CE, "does": "forward"}, "interlace", share=0.1, peak_bytes=1.0),
-        ],
-        [(">= 0.85", 0.849, False), ("<= 1", 1.0101, False)],
-    ),
-    "Adam by bandwidth and rival": (
-        [
-            kernel(ADAM, "interlace", median_us=10.0, share=0.9),
-            kernel(ADAM, "torch", median_us=10.0, share=0.9),
-            kernel(HALF, "interlace", median_us=5.0, share=0.89),
-        ],
-        [(">= 0.9", 0.9, True), (">= 0.9", 0.89, False), ("< 1", 1.0, False)],
-    ),
-    "Muon by its default way": (
-        [
-            kernel({**MUON, "shape": shape}, way, speedup_torch=times)
-            for shape in ("8 layers of llama3-8b", "80 small matrices")
-            for way, times in (("interlace", 1.6), ("interlace gram", 3.0), ("torch", 1.0))
-        ],
-        [(">= 1.5", 1.6, True), (">= 6", 1.6, False)],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", JUDGED)
-def test_kernels_are_judged(name: str) -> None:
-    rows, expected = JUDGED[name]
-    verdicts = judge("kernels", rows)
-    assert [(v.limit, round(v.figure, 4), v.passed) for v in verdicts] == expected
-    assert len(missed(verdicts)) == sum(not passed for *_, passed in expected)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_run_is_judged_on_every_device_at_every_size(device: str) -> None:
-    """One call has the least to hide a run behind, and a team the most to do."""
-    few = {**HOST, "shape": "Executor.run, 1 calls"}
-    team = {**HOST, "shape": "Executor.run, 8 calls, a team of 2"}
-    loss = {**HOST, "shape": "cross_entropy 64x512"}
-    rows = [
-        kernel(of, way, median_us=us, calls=calls, device=device)
-        for of, mine, calls in ((HOST, 13.0, 8), (few, 13.1, 1), (team, 50.0, 8), (loss, 90.0, ""))
-        for way, us in (("interlace", mine), ("torch", 10.0))
-    ]
-    found = [(v.case.split(" f32")[0], v.figure, v.passed) for v in judge("kernels", rows)]
-    assert found == [
-        (f"host {HOST['shape']}", 1.3, True),
-        (f"host {few['shape']}", 1.31, False),
-        (f"host {team['shape']}", 5.0, False),
-    ]
-
-
-def test_what_a_cpu_measures_of_bandwidth_is_not_judged() -> None:
-    rows = [
-        kernel(ADAM, "interlace", share=0.1, median_us=9.0, device="cpu"),
-        kernel(ADAM, "torch", median_us=1.0, device="cpu"),
-    ]
-    assert judge("kernels", rows) == []
+    rows = [site("ag_gemm", 8192, "auto", 100.0), site("ag_gemm", 8192, "put", 90.0, error="wrong")]
+    bars = {verdict.bar for verdict in judge("overlap", rows)}
+    assert bars == {"AG+GEMM R, geomean", "AG+GEMM R, worst", "host time of an AG+GEMM call, us"}
+    assert judge("overlap", [site("ag_gemm", 8192, "auto", 1.0, error="wrong")]) == []
+    assert judge("overlap", []) == missed([]) == []

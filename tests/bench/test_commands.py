@@ -23,7 +23,7 @@ from interlace_bench.rows import read
 from interlace_bench.settings import LayerSettings, nbytes
 
 pytestmark = pytest.mark.timeout(300)
-TINY = ("--device", "cpu", "--preset", "tiny", "--dtype", "f32", "--host-runs", "5")
+TINY = ("--device", "cpu", "--preset", "tiny", "--dtype", "f32")
 
 
 def bench_here(*args: str, code: int = 0) -> Any:
@@ -50,8 +50,8 @@ def test_overlap(tmp_path: Path) -> None:
         assert row["torch"] and row["date"]  # noqa: PT018
         assert bool(row["commit"]) == (ROOT / ".git").exists()
         if not row["strategy"].startswith("gemm"):
-            assert row["host_runs"] == "5"
-            assert float(row["deviation"]) <= 2
+            assert int(row["host_runs"]) > 5
+            assert float(row["off"]) <= 2
     assert float(timed["ag_gemm", "sequential"]["speedup_eager"]) == pytest.approx(1.0)
     assert f"wrote {tmp_path}/overlap.csv" in done.stdout
 
@@ -85,10 +85,10 @@ def test_interconnect(tmp_path: Path) -> None:
     for backend in ("gloo", "peer"):
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
             assert (kind, backend) in kinds
-    assert {row["pattern"] for row in report["rows"]} == {"ring", "team"}
-    assert not [row["error"] for row in report["rows"] if row["error"]]
-    assert all(row["us"] > 0 for row in report["rows"])
-    assert {"nccl", "ucc"} >= set(report["absent"])
+    assert {row["pattern"] for row in report["rows"]} == {"ring", "team", ""}
+    absent = {row["backend"] for row in report["rows"] if row["error"]}
+    assert {"nccl"} <= absent <= {"nccl", "ucc"}
+    assert all(row["us"] > 0 for row in report["rows"] if not row["error"])
     assert len(read(tmp_path / "interconnect.csv")) == len(report["rows"])
 
 

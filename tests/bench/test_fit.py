@@ -11,7 +11,7 @@ from interlace.cost import Machine, default_machine
 from interlace.cost.gemm import gemm_seconds
 from interlace.errors import CalibrationError
 from interlace.ir import DType
-from interlace_bench.fit import Sample, fit
+from interlace_bench.calibration.fit import Sample, fit
 
 H200 = default_machine("cuda")
 

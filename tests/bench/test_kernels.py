@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.support.alone import Alone
 from typer.testing import CliRunner
 
 from interlace.errors import OptionError, UnsupportedError
@@ -23,7 +24,6 @@ from interlace_bench.kernels.case import COPY, OURS, KernelCase, time_case
 from interlace_bench.kernels.host import COUNTS, LAYERS, host_cases
 from interlace_bench.kernels.work import cases_of
 from interlace_bench.race import Opened, Racer, Variant, race_hosts
-from interlace_bench.ranks import Alone
 from interlace_bench.rows import read
 from interlace_bench.settings import KERNELS, KernelSettings
 
@@ -40,21 +40,17 @@ def opened(case: KernelCase, name: str) -> Opened:
 # -- the command ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A case is timed for a moment."""
-    monkeypatch.setattr("interlace_bench.kernels.work.MOST_S", 0.1)
-
-
 def invoked(*args: str) -> Any:
     return CliRunner().invoke(bench, ["kernels", "--device", "cpu", *args])
 
 
+@pytest.mark.usefixtures("launched_on_pool")
 @pytest.mark.parametrize("only", ["adam", pytest.param("adam,host", marks=pytest.mark.slow)])
-def test_the_command_writes_rows_and_judges_them(only: str, tmp_path: Path) -> None:
-    args = ("--only", only, "--seconds", "60", "--out", str(tmp_path))
-    done = invoked(*args, "--check", "--json", "--commit", "abc")
-    assert done.exit_code in (0, 1), done.stderr  # 1: a busy machine misses the bar of host time
+def test_the_command_writes_rows(only: str, tmp_path: Path) -> None:
+    args = ("--only", only, "--seconds", "12", "--out", str(tmp_path))
+    args += ("--world", "2", "--seconds", "60") if "host" in only else ()
+    done = invoked(*args, "--json", "--commit", "abc")
+    assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
     rows = read(tmp_path / "kernels.csv")
     assert len(rows) == len(report["rows"]) > 10
@@ -68,7 +64,7 @@ def test_the_command_writes_rows_and_judges_them(only: str, tmp_path: Path) -> N
             assert "torchao" in row["error"]
         else:
             assert 0 < float(row["least_us"]) <= float(row["median_us"]) <= float(row["p90_us"])
-            assert 0 <= float(row["deviation"]) <= 4
+            assert 0 <= float(row["off"]) <= 4
     if "host" in only:
         teams = {row["shape"] for row in rows if "a team of 2" in row["shape"]}
         runs = [f"Executor.run, {calls} calls" for calls in COUNTS]
@@ -77,12 +73,11 @@ def test_the_command_writes_rows_and_judges_them(only: str, tmp_path: Path) -> N
     shared = [row for row in rows if row["op"] == "adam" and row["way"] == COPY]
     assert len(shared) == len(adam.FORMATS)
     assert all(float(row["share"]) == pytest.approx(1) for row in shared)
-    judged = {"run over plain calls"} if "host" in only else set[str]()
-    assert {verdict["bar"] for verdict in report["bars"]} == judged
 
 
+@pytest.mark.usefixtures("launched_on_pool")
 def test_the_command_as_a_table(tmp_path: Path) -> None:
-    done = invoked("--only", "grouped", "--seconds", "30", "--out", str(tmp_path), "--verbose")
+    done = invoked("--only", "grouped", "--seconds", "6", "--out", str(tmp_path), "--verbose")
     assert done.exit_code == 0, done.output
     assert "grouped 4x48x16x32 even f32 forward+backward" in done.stdout
     assert f"wrote {tmp_path}/kernels.csv" in done.stdout
@@ -106,12 +101,13 @@ def test_errors_say_what_to_mend(args: tuple[str, ...], told: str) -> None:
 # -- cases ---------------------------------------------------------------------------------------
 
 
-def test_every_op_has_cases_and_those_with_bars_come_first() -> None:
+def test_every_op_has_cases() -> None:
     for small in (True, False):
         found = cases_of(KernelSettings(small=small), CPU)
-        assert [case.op for case in found[: len(KERNELS)]] == list(KERNELS)
+        assert [*dict.fromkeys(case.op for case in found)] == list(KERNELS)
         assert len({str(case) for case in found}) == len(found)
     assert str(found[0]) == "cross-entropy 8192x128256 bf16 forward+backward"
+    assert {case.op for case in cases_of(KernelSettings(only="adam,host"), CPU)} == {"adam", "host"}
     with pytest.raises(OptionError, match="choose from"):
         KernelSettings(only="magic")
 
@@ -262,7 +258,7 @@ def test_host_times_take_turns_and_are_of_many_calls() -> None:
     }
     race_hosts(ALONE, [*found.values()], seconds=5.0)
     assert torch.get_num_threads() == threads
-    assert len(found["a"].rounds) == len(found["b"].rounds) == 1000
+    assert len(found["a"].host) == len(found["b"].host) == 1000
     assert found["broken"].problem == "rank 0: ValueError: no"
     turns = sum(one != other for one, other in pairwise(order))
     assert turns >= 10, "a block of one, a block of the other"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from interlace.cost import SiteKey
-from interlace_bench.measured_sites import site_times
+from interlace_bench.calibration.sites import site_times
 
 
 def row(**changes: Any) -> dict[str, Any]:

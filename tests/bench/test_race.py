@@ -154,9 +154,16 @@ def odd(name: str, closed: list[str], case: Any, inputs: Any) -> Variant:
     return candidate(case, inputs, name, start)
 
 
+def seven_calls(ranks: Any, racers: list[Racer], seconds: float) -> None:
+    """Stands for `race_hosts`."""
+    for racer in racers:
+        racer.host = [1e-6] * 7
+
+
 def measured(names: list[str], rows: tuple[int, ...] = (8,), brief_s: float = 0.0) -> Any:
     """The report of a run with odd candidates, and which of them were closed."""
     overlap.BRIEF_S = brief_s
+    overlap.race_hosts = seven_calls
     closed: list[str] = []
     overlap.ours = lambda case, ranks, inputs, *_: [odd(n, closed, case, inputs) for n in names]
     settings = OverlapSettings(
@@ -164,12 +171,12 @@ def measured(names: list[str], rows: tuple[int, ...] = (8,), brief_s: float = 0.
         dtype="f32",
         only="sequential",
         seconds=20,  # more than they take, beside other tests too
-        host_runs=7,
     )
     events: list[dict[str, Any]] = []
     report = overlap.work(settings, here(CPU), events.append)
     if report is not None:
-        report["steps"] = [event["doing"] for event in events if event["event"] == "step"]
+        steps = [event["doing"] for event in events if event["event"] == "step"]
+        report["steps"] = [step for step in steps if ":" not in step]
     return report, closed
 
 
@@ -180,7 +187,7 @@ def test_what_is_wrong_or_raises_is_a_row_without_a_time(pool: Pool) -> None:
     rows = {row["strategy"]: row for row in report["rows"]}
     assert rows["right"]["median_us"] > 0
     assert rows["right"]["error"] == ""
-    assert rows["right"]["host_runs"] == 7
+    assert rows["right"]["host_runs"] > 7, "those of the bursts"
     assert "off by" in rows["wrong"]["error"]
     assert "in the middle" in rows["raises"]["error"]
     assert "cannot serve this" in rows["unfit"]["error"]
@@ -201,9 +208,6 @@ def test_the_hosts_time_of_brief_sites_is_that_of_many_calls(pool: Pool) -> None
 def test_the_largest_case_comes_last_and_gets_the_time_that_is_left(pool: Pool) -> None:
     (report, _), _ = pool(2).run(measured, ["right"], (64, 8, 16), replace=True)
     assert [step.split()[1] for step in report["steps"]] == ["8,4,6", "16,4,6", "64,4,6"]
-    runs = host_runs(report)
-    assert runs[8] == 7, "the smallest has its own calls, and the others those of the bursts"
-    assert 7 not in (runs[16], runs[64])
 
 
 def test_what_auto_chose_is_timed_once() -> None:

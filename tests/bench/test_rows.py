@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from interlace_bench.fit import Sample
+from interlace_bench.calibration.fit import Sample
 from interlace_bench.rows import append, number, read
 
 

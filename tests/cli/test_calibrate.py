@@ -12,7 +12,7 @@ from tests.cli.test_texts import run
 
 from interlace.cost import Machine, default_machine, default_path, fingerprint
 from interlace.cost.machine import Link
-from interlace_bench.measured_sites import site_times, with_sites
+from interlace_bench.calibration.sites import site_times, with_sites
 from interlace_bench.settings import nbytes
 
 SITE = """def f(tp: Team[4], x: bf16[{part}, 512], w: bf16[512, 1024]):

@@ -17,7 +17,10 @@ from interlace.cost import Timeline
 from interlace.errors import InputError
 from interlace.ir import parse_set
 from interlace_bench.commands.run import the_one
+from interlace_bench.ranks import here
 from interlace_bench.schedule import RunSettings, compare, work
+
+CPU = torch.device("cpu")
 
 SERIAL = """\
 def all_gather_linear(tp: Team[2], x: f32[64, 256], w: f32[256, 512]):
@@ -56,13 +59,13 @@ def settings(text: str, against: str = "", **given: Any) -> RunSettings:
 
 def reports(*each: RunSettings) -> list[Any]:
     """What rank 0 reports of each, one after another."""
-    return [work(one, torch.device("cpu")) for one in each]
+    return [work(one, here(CPU), lambda event: None) for one in each]
 
 
 def refusal(one: RunSettings) -> str:
     """The error of it, on this rank."""
     with pytest.raises(InputError) as found:
-        work(one, torch.device("cpu"))
+        work(one, here(CPU), lambda event: None)
     dist.barrier()
     return str(found.value)
 

@@ -9,7 +9,7 @@ from interlace.cost import Machine, Timeline, default_machine, simulate
 from interlace.cost.machine import Link, crossings, interface_bytes
 from interlace.errors import SoundnessError
 from interlace.ir import parse
-from interlace_bench.fit import Sample, fit
+from interlace_bench.calibration.fit import Sample, fit
 
 APART = ROUND.replace(between=(("gloo", Link(latency_s=0.0, bandwidth=8.0)),))
 """8 bytes travel between hosts in a second, 16 inside."""

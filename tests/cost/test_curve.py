@@ -8,7 +8,7 @@ import random
 import pytest
 
 from interlace.cost.machine import Curve, Link
-from interlace_bench.fit import curve_of
+from interlace_bench.calibration.fit import curve_of
 
 
 def line(nbytes: float) -> float:

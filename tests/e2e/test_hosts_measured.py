@@ -13,7 +13,7 @@ from tests.support.hosts import Hosts, HostsPool, NoHosts
 from interlace.cost import Machine, default_machine
 from interlace.ir.ops import KINDS
 from interlace_bench import links
-from interlace_bench.interconnect import calibrate_work
+from interlace_bench.calibration.work import calibrate_work
 from interlace_bench.ranks import here
 from interlace_bench.settings import CalibrationSettings, InterconnectSettings
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from tests.gpu.cases import on_a_gpu
+from tests.support.alone import Alone
 
 from interlace_bench.kernels.case import COPY, OURS, peak_and_kept
-from interlace_bench.kernels.work import measure
-from interlace_bench.ranks import Alone
+from interlace_bench.kernels.work import work
 from interlace_bench.settings import KERNELS, KernelSettings
 
 pytestmark = on_a_gpu(300)
@@ -15,7 +15,9 @@ DEVICE = torch.device("cuda")
 
 
 def test_every_case_runs_in_our_way_at_small_sizes() -> None:
-    report = measure(KernelSettings(small=True, seconds=200, device="cuda"), lambda event: None)
+    settings = KernelSettings(small=True, seconds=200, device="cuda")
+    report = work(settings, Alone(DEVICE), lambda event: None)
+    assert report is not None
     assert report["skipped"] == []
     rows = report["rows"]
     assert {row["op"] for row in rows} == set(KERNELS)

@@ -20,7 +20,7 @@ from interlace.passes import candidates, lower, parse_pipeline, run_pipeline
 from interlace.passes.find_sites import Analysis
 from interlace.passes.strategies.choose import Chooser, site_key
 from interlace.strategies import STRATEGIES
-from interlace_bench.measured_sites import with_sites
+from interlace_bench.calibration.sites import with_sites
 
 SIZES = {
     "all_gather_matmul": """def f(tp: Team[4], x: bf16[2048, 8192], w: bf16[8192, 14336]):

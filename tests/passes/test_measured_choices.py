@@ -19,7 +19,7 @@ from interlace.ir import Program, parse
 from interlace.options import Options
 from interlace.passes import candidates, lower
 from interlace.passes.strategies.choose import SERIAL
-from interlace_bench.measured_sites import KINDS, site_times, with_sites
+from interlace_bench.calibration.sites import KINDS, site_times, with_sites
 
 
 def losses(machine: Machine, by_table: bool = False) -> list[float]:

@@ -9,7 +9,7 @@ choose.py        the strategy of a site, from measured and predicted times
 graph.py         the ops of all ranks as tasks, and what each waits for
 simulate.py      the tasks played: a predicted timeline
 
-What makes a machine of measurements is `interlace_bench.fit`.
+What makes a machine of measurements is `interlace_bench.calibration.fit`.
 """
 
 from interlace.cost.machine import Machine, SiteKey, SiteTime, default_machine

@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from interlace.cost import Machine
     from interlace.cost.machine import Link
 
-HOST_RUNS = 20
-"""Calls of the host of a site: nothing is calibrated by them."""
-
 
 @command
 def calibrate(
@@ -69,7 +66,7 @@ def calibrate(
     OverlapSettings(shapes=shapes, seconds=seconds)
     InterconnectSettings(most=most)
     from interlace.cost import Machine, default_machine
-    from interlace_bench.interconnect import calibrate_work
+    from interlace_bench.calibration.work import calibrate_work
     from interlace_bench.ranks import pick_device, run, several_hosts
 
     kind = pick_device(device)
@@ -82,7 +79,6 @@ def calibrate(
         dtype=",".join(dtypes),
         only=",".join(name for name in STRATEGIES if name != "auto"),
         seconds=seconds,
-        host_runs=HOST_RUNS,
     )
     with tempfile.TemporaryDirectory() as folder:
         settings = CalibrationSettings(
@@ -117,7 +113,7 @@ def _save(
     beside that; the machine, and the file's path."""
     from interlace.cost import default_path, fingerprint
     from interlace.runtime.machine import gpus_of
-    from interlace_bench.measured_sites import site_times, with_sites
+    from interlace_bench.calibration.sites import site_times, with_sites
 
     gpus = gpus_of(base.device)
     path, host = out or default_path(gpus), fingerprint(gpus)

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -31,20 +32,18 @@ from interlace_bench import settings as of
 if TYPE_CHECKING:
     from interlace.launch import Report
     from interlace_bench.bars import BarVerdict
+    from interlace_bench.rows import Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """A benchmark: its module has `work(settings, ranks, tell)`, or `measure(settings, tell)` where
-    the settings take one process alone."""
+    """A benchmark, whose module has `work(settings, ranks, tell)`."""
 
     settings: type[of.BenchSettings]
     module: str
     help: str
     columns: str
-    """Headings, each with the format of a row's cell."""
-    place: str
-    """Format that names a row."""
+    """Headings, each with the format of a row's cell; those without figures name a row."""
 
     @property
     def cells(self) -> dict[str, str]:
@@ -55,12 +54,11 @@ class Benchmark:
 BENCHMARKS = (
     Benchmark(
         settings=of.InterconnectSettings,
-        module="interconnect",
+        module="links",
         help="Measure copies between ranks, and every collective of every backend, by size.",
         columns="""
         kind: {kind} | who: {pattern} | bytes: {nbytes} | backend: {backend} |
         by: {protocol} | us: {us:.1f} | GB/s: {gbs:.3g}""",
-        place="{kind} {backend} {pattern} {nbytes}",
     ),
     Benchmark(
         settings=of.OverlapSettings,
@@ -71,7 +69,6 @@ BENCHMARKS = (
         chosen: {chosen} | median us: {median_us:.1f} | p90 us: {p90_us:.1f} |
         host us: {host_us:.1f} | x eager: {speedup_eager:.2f} |
         x graph: {speedup_graph:.2f} | R: {r:.3f} | MHz: {sm_mhz:.0f}""",
-        place="{op} {m},{k},{n} {strategy} {mode}",
     ),
     Benchmark(
         settings=of.LayerSettings,
@@ -82,7 +79,6 @@ BENCHMARKS = (
         step: {step} | way: {way} | rows: {rows} | median us: {median_us:.1f} |
         p90 us: {p90_us:.1f} | host us: {host_us:.1f} | device us: {device_us:.1f} |
         x inductor: {speedup:.2f} | MHz: {sm_mhz:.0f}""",
-        place="{step} {way}",
     ),
     Benchmark(
         settings=of.TransformerSettings,
@@ -102,7 +98,6 @@ BENCHMARKS = (
         exposed: {exposed_ms:.3f} | share: {exposed_share:.1%} |
         x nccl: {speedup:.3f} | GiB: {peak_bytes_gib:.2f} |
         torch's: {torch_peak_bytes_gib:.2f} | at rest: {rest_bytes_gib:.2f}""",
-        place="{layers} {form} {way}",
     ),
     Benchmark(
         settings=of.KernelSettings,
@@ -113,9 +108,8 @@ BENCHMARKS = (
         median us: {median_us:.1f} | p90 us: {p90_us:.1f} | host us: {host_us:.1f} |
         GB/s: {gbs:.0f} | of copy: {share:.3f} | TFLOP/s: {tflops:.0f} |
         x torch: {speedup_torch:.2f} | peak GiB: {peak_bytes_gib:.2f} |
-        state GiB: {state_bytes_gib:.2f} | off: {deviation:.2f} |
+        state GiB: {state_bytes_gib:.2f} | off: {off:.2f} |
         MHz: {sm_mhz:.0f}""",
-        place="{op} {shape} {dtype} {way}",
     ),
     Benchmark(
         settings=of.OptimizerSettings,
@@ -130,7 +124,6 @@ BENCHMARKS = (
         way: {way} | step ms: {step_ms:.2f} | p90: {p90_ms:.2f} |
         exposed: {exposed_ms:.2f} | of all gathers: {exposed_share:.1%} |
         x no gather: {over_no_gather:.3f} | peak GiB: {peak_bytes_gib:.3f}""",
-        place="{way}",
     ),
 )
 
@@ -169,8 +162,6 @@ def measured(benchmark: Benchmark, settings: of.BenchSettings) -> Report | None:
     from interlace_bench import ranks
 
     module: Any = importlib.import_module(f"interlace_bench.{benchmark.module}")
-    if settings.alone:
-        return ranks.run_alone(module.measure, settings)
     return ranks.run(module.work, settings, getattr(settings, "world", None))
 
 
@@ -197,11 +188,10 @@ def conclude(benchmark: Benchmark, settings: of.BenchSettings) -> None:
         if failed:
             say("\nnot timed:")
         for row in failed:
-            say(f"  {benchmark.place.format_map(row)}: {row['error']}")
+            words = [form.format_map(row) for form in benchmark.cells.values() if ":" not in form]
+            say(f"  {' '.join(filter(None, words))}: {row['error']}")
         if report.get("skipped"):
             say(f"no time left for: {'; '.join(report['skipped'])}")
-        for name, why in report.get("absent", {}).items():
-            say(f"{name} is absent: {why}")
         if verdicts:
             _show_bars(verdicts)
         elif getattr(settings, "check", False):
@@ -212,23 +202,25 @@ def conclude(benchmark: Benchmark, settings: of.BenchSettings) -> None:
         raise typer.Exit(UNSOUND)
 
 
-def _cell(form: str, row: Mapping[str, Any]) -> str:
-    """One cell; what a row has in bytes is there in GiB as well."""
-    gib = {f"{name}_gib": row[name] / 2**30 for name in row if name.endswith("_bytes")}
-    text = form.format_map({**row, **gib})
+class _Cells(dict[str, Any]):
+    """The cells of a row, by column; what it has in bytes is there in GiB as well."""
+
+    def __missing__(self, name: str) -> float:
+        return self[name.removesuffix("_gib")] / 2**30 if name.endswith("_gib") else math.nan
+
+
+def _cell(form: str, row: Row) -> str:
+    text = form.format_map(_Cells(row))
     return "-" if text.startswith("nan") else text
 
 
 def _show_bars(verdicts: Sequence[BarVerdict]) -> None:
     cells = [
-        (
-            *(v.bar, v.limit, f"{v.figure:.3f}", "pass" if v.passed else "MISSED"),
-            *(v.case or v.mode, v.way or v.worst),
-        )
+        (v.bar, v.limit, f"{v.figure:.3f}", "pass" if v.passed else "MISSED", v.mode, v.worst)
         for v in verdicts
     ]
     say("")
-    table(("bar", "limit", "figure", "", "of", "way, or the worst case"), cells, title="bars")
+    table(("bar", "limit", "figure", "", "of", "the worst case"), cells, title="bars")
 
 
 bench = typer.Typer(

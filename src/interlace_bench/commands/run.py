@@ -10,7 +10,6 @@ and rank 0 alone prints and writes.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,8 +25,6 @@ from interlace.errors import InputError, TeamError
 
 if TYPE_CHECKING:
     from interlace.ir import Program
-    from interlace.launch import Report, Tell
-    from interlace_bench.schedule import RunSettings
 
 IN_ORDER, SERIAL = "in-order", "serial"
 MOST_DIGESTS = 4
@@ -106,9 +103,13 @@ def run(
         raise TeamError(f"{file} runs on {len(ranks)} ranks: give torchrun as many processes")
     other = () if check_against in (None, IN_ORDER) else laid_out(_other(file, check_against))
     check_places(html, out)
-    from interlace_bench.schedule import RunSettings  # and torch
+    from interlace_bench.ranks import run as run_on_ranks  # and torch
+    from interlace_bench.schedule import RunSettings, work
 
     settings = RunSettings(
+        what=str(file),
+        device=device,
+        timeout=timeout,
         programs=programs,
         against=programs if check_against == IN_ORDER else other,
         against_name=check_against or "",
@@ -117,16 +118,8 @@ def run(
         runs=runs,
         html=_whole(html),
         out=_whole(out),
-        timeout_s=min(timeout, 60.0),
     )
-    here = int(os.environ["LOCAL_WORLD_SIZE"]) if started else len(ranks)
-    work = functools.partial(on_rank, _place(device, here), timeout)
-    if started:
-        report = work(settings, lambda event: None)
-    else:
-        from interlace.launch import launch
-
-        report = launch(work, settings, len(ranks), lambda event: None, timeout, str(file))
+    report = run_on_ranks(work, settings, len(ranks))
     if report is None:
         return
     if json:
@@ -169,28 +162,6 @@ def _other(file: Path, name: str) -> list[Program]:
             "it: give --check-against the file of a serial schedule, or in-order"
         )
     return read_programs(path)
-
-
-def _place(device: Device, ranks: int) -> str:
-    import torch
-
-    from interlace_bench.ranks import pick_device
-
-    found = pick_device(device)
-    enough = found == "cpu" or torch.cuda.device_count() >= ranks
-    return found if enough or device != "auto" else "cpu"
-
-
-def on_rank(device: str, timeout_s: float, settings: RunSettings, tell: Tell) -> Report | None:
-    """Works as one of the ranks; on GPUs that compare results, equal ops give equal bits."""
-    from datetime import timedelta
-
-    from interlace.launch import joined
-    from interlace_bench.schedule import work
-
-    limit, exact = timedelta(seconds=settings.timeout_s), bool(settings.against)
-    with joined(device, limit, timeout_s, exact=exact) as where:
-        return work(settings, where)
 
 
 def _compared(of_rank: dict[str, Any]) -> list[dict[str, Any]]:

@@ -29,7 +29,6 @@ from interlace_bench.race import (
     Run,
     Sets,
     Variant,
-    close,
     race,
     race_hosts,
     run_race,
@@ -67,8 +66,6 @@ class KernelCase:
     """Launches by which the host is ahead of the device."""
     host: bool = False
     """The host's time is measured, not the device's."""
-    calls: int = 0
-    """Number of calls in the Program of an Executor; 0 without one."""
 
     def __str__(self) -> str:
         return f"{self.op} {self.shape} {self.dtype} {self.does}"
@@ -101,7 +98,7 @@ def needed(module: str, package: str, device: torch.device) -> Any:
 
 
 def unit(dtype: torch.dtype) -> float:
-    """Unit of `deviation`: one rounding of a 16-bit type, or 128 of a 32-bit type (sums differ)."""
+    """Unit of `off`: one rounding of a 16-bit type, or 128 of a 32-bit type (sums differ)."""
     return torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 128)
 
 
@@ -139,6 +136,8 @@ def time_case(
     def timer(ready: list[Racer]) -> None:
         if case.host:
             race_hosts(ranks, ready, seconds)
+            for racer in ready:
+                racer.rounds = racer.host
         else:
             race(ranks, ready, seconds, launches=case.launches, ahead=case.ahead)
 
@@ -152,9 +151,7 @@ def time_case(
         racer.figures.update(peak_bytes=most, kept_bytes=kept, state_bytes=state)
 
     racers = run_race(ranks, variants, timer, tell, f"{case}: ", measure)
-    rows = _rows(case, racers, ranks)
-    close(racers.values())
-    return rows
+    return _rows(case, racers, ranks)
 
 
 def peak_and_kept(run: Run, inputs: Sequence[Any], ranks: Ranks) -> tuple[float, float]:
@@ -197,16 +194,13 @@ def _rows(case: KernelCase, racers: Mapping[str, Racer], ranks: Ranks) -> list[R
                 **{"op": case.op, "shape": case.shape, "dtype": case.dtype, "does": case.does},
                 "device": ranks.device.type,
                 "way": name,
-                **racer.columns("median_us", "p90_us", "least_us", "host_us"),
                 "bytes": nbytes,
                 "gbs": nbytes / racer.median / 1e9,
                 "copy_gbs": copy_rate / 1e9,
                 "share": nbytes / racer.median / copy_rate,
                 "tflops": (case.flops or math.nan) / racer.median / 1e12,
                 "speedup_torch": torch_s / racer.median,
-                **racer.columns("peak_bytes", "kept_bytes", "state_bytes"),
-                "calls": case.calls or math.nan,
-                **racer.columns("deviation", "rounds", "sm_mhz", "error"),
+                **racer.row,
             }
         )
     return rows

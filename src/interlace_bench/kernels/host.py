@@ -22,14 +22,11 @@ from torch import Tensor
 
 import interlace
 from interlace.ir import Program
-from interlace.launch import Report, Tell
 from interlace.nn import functional
 from interlace.runtime import Executor
-from interlace_bench.kernels.case import OURS, KernelCase, checked, time_case
+from interlace_bench.kernels.case import OURS, KernelCase, checked
 from interlace_bench.race import Run, Variant
 from interlace_bench.ranks import Ranks
-from interlace_bench.rows import Row, facts
-from interlace_bench.settings import KernelSettings
 
 COUNTS = (1, 8, 32)
 WIDTH = 64
@@ -42,16 +39,15 @@ a size that is overlapped."""
 def host_cases() -> list[KernelCase]:
     """The cases of `Executor.run()` on one device."""
     return [
-        _case(f"Executor.run, {n} calls", partial(executor_variants, n), calls=n)
-        for n in reversed(COUNTS)
+        _case(f"Executor.run, {n} calls", partial(executor_variants, n)) for n in reversed(COUNTS)
     ]
 
 
 def _case(
-    shape: str, build: Callable[[torch.device], list[Variant]], dtype: str = "f32", calls: int = 0
+    shape: str, build: Callable[[torch.device], list[Variant]], dtype: str = "f32"
 ) -> KernelCase:
     of: Any = partial(KernelCase, op="host", does="host", host=True)
-    return of(shape=shape, dtype=dtype, build=build, calls=calls)
+    return of(shape=shape, dtype=dtype, build=build)
 
 
 # -- Executors -----------------------------------------------------------------------------------
@@ -104,29 +100,22 @@ def executor_variants(
     return checked({OURS: ours, "torch": lambda: plain}, off, [(x, w)])
 
 
-def team_work(settings: KernelSettings, ranks: Ranks, tell: Tell) -> Report:
-    """On every rank of a team: a run of a Program of that team, which talks to nobody in it: what
-    being in a team costs, entering a run and telling the others where one is. And calls of layers.
-    """
+def team_cases(ranks: Ranks) -> list[KernelCase]:
+    """A run of a Program of a team, which talks to nobody in it: what being in a team costs,
+    entering a run and telling the others where one is. And calls of layers."""
     team, groups = f"a team of {ranks.size}", {"tp": ranks.group}
     dtype, sizes = "bf16" if ranks.cuda else "f32", "x".join(map(str, LAYER[ranks.cuda]))
     cases = [
         _case(
             f"Executor.run, {calls} calls, {team}",
             partial(executor_variants, calls, groups=groups, team=ranks.size),
-            calls=calls,
         )
         for calls in reversed(COUNTS)
     ]
-    cases += [
+    return cases + [
         _case(f"{kind} {sizes}, {team}", partial(layer_variants, kind, ranks), dtype)
         for kind in LAYERS
     ]
-    common = facts(ranks.device.type, settings.commit)
-    rows: list[Row] = []
-    for case in cases:
-        rows += [row | common for row in time_case(case, ranks, math.inf)]
-    return {"rows": rows}
 
 
 def layer_variants(kind: str, ranks: Ranks, device: torch.device) -> list[Variant]:

@@ -29,7 +29,6 @@ from interlace_bench.kernels.case import (
 from interlace_bench.race import Run, Variant
 from interlace_bench.sites import CACHE, DTYPES
 
-LossOf = Callable[[Tensor, Tensor], Tensor]
 LOOSE = 16.0
 """Largest deviation, in units of `unit`: torch rounds log-probabilities of -12 to 16 bits,
 which puts its gradients off by some per cent."""
@@ -109,26 +108,19 @@ def cross_entropy_variants(
         x.requires_grad_(does == BOTH)
     plain = functools.partial(_torch_loss, smoothing=smoothing, z_loss=z_loss)
 
-    def of(loss: LossOf) -> Run:
-        return functools.partial(_run, loss, does == BOTH)
-
-    def liger(copies: bool) -> Run:
+    def liger() -> Run:
         rival = needed("liger_kernel.transformers.cross_entropy", "liger_kernel", device)
         module = rival.LigerCrossEntropyLoss(label_smoothing=smoothing, lse_square_scale=z_loss)
-        if copies:
-            return of(lambda x, y: module(x.clone(), y))
-        own, run = sets[0][0].detach().clone(), of(module)
-        return lambda x, y: run(own.detach().requires_grad_(x.requires_grad), y)  # overwrites it
+        return with_gradients(lambda x, y: module(x.clone(), y))  # overwrites it
 
     options = {"label_smoothing": smoothing, "z_loss": z_loss}
     makers: dict[str, Callable[[], Run]] = {
-        OURS: lambda: of(functools.partial(cross_entropy, **options)),
-        "torch": lambda: of(plain),
+        OURS: lambda: with_gradients(functools.partial(cross_entropy, **options)),
+        "torch": lambda: with_gradients(plain),
     }
     if classes in COMPILED and not (smoothing or z_loss):  # it takes seconds each time
-        makers["torch.compile"] = lambda: of(torch.compile(plain, dynamic=False))
-    makers |= {"liger": lambda: liger(True), "liger in place": lambda: liger(False)}
-    return checked(makers, against(of(plain), sets[0]), sets)
+        makers["torch.compile"] = lambda: with_gradients(torch.compile(plain, dynamic=False))
+    return checked(makers | {"liger": liger}, against(with_gradients(plain), sets[0]), sets)
 
 
 def _torch_loss(x: Tensor, y: Tensor, smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
@@ -138,12 +130,16 @@ def _torch_loss(x: Tensor, y: Tensor, smoothing: float = 0.0, z_loss: float = 0.
     return loss
 
 
-def _run(loss: LossOf, backward: bool, x: Tensor, y: Tensor) -> list[Tensor]:
-    if not backward:
-        with torch.no_grad():
-            return [loss(x, y)]
-    made = loss(x, y)
-    return [made.detach(), *torch.autograd.grad(made, x)]
+def with_gradients(loss: Callable[..., Tensor]) -> Run:
+    """Computes a loss, and then the gradients of the inputs that need one."""
+
+    def run(*inputs: Tensor) -> list[Tensor]:
+        wanted = [x for x in inputs if x.requires_grad]
+        with torch.set_grad_enabled(bool(wanted)):
+            made = loss(*inputs)
+        return [made.detach(), *(torch.autograd.grad(made, wanted) if wanted else ())]
+
+    return run
 
 
 # -- of a linear layer's output ------------------------------------------------------------------
@@ -157,28 +153,21 @@ def linear_variants(
     w = (torch.randn(classes, width, device=device, dtype=kind) * width**-0.5).requires_grad_()
     y = torch.randint(classes, (rows,), device=device)
 
-    def of(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Run:
-        def run(h: Tensor, w: Tensor, y: Tensor) -> list[Tensor]:
-            made = loss(h, w, y)
-            return [made.detach(), *torch.autograd.grad(made, (h, w))]
-
-        return run
-
     def liger() -> Run:
         module = "liger_kernel.transformers.fused_linear_cross_entropy"
         rival = needed(module, "liger_kernel", device).LigerFusedLinearCrossEntropyLoss()
-        return of(lambda h, w, y: rival(w, h, y))
+        return with_gradients(lambda h, w, y: rival(w, h, y))
 
     def plain(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(h, w), y)
 
     sums = functools.partial(linear_cross_entropy, accumulate_dtype=torch.float32)
     makers: dict[str, Callable[[], Run]] = {
-        OURS: lambda: of(linear_cross_entropy),
-        f"{OURS} f32 sums": lambda: of(sums),
-        "unfused": lambda: of(lambda h, w, y: cross_entropy(F.linear(h, w), y)),
-        "torch": lambda: of(plain),
-        "torch.compile": lambda: of(torch.compile(plain, dynamic=False)),
+        OURS: lambda: with_gradients(linear_cross_entropy),
+        f"{OURS} f32 sums": lambda: with_gradients(sums),
+        "unfused": lambda: with_gradients(lambda h, w, y: cross_entropy(F.linear(h, w), y)),
+        "torch": lambda: with_gradients(plain),
+        "torch.compile": lambda: with_gradients(torch.compile(plain, dynamic=False)),
         "liger": liger,
     }
-    return checked(makers, against(of(plain), (h, w, y)), [(h, w, y)])
+    return checked(makers, against(with_gradients(plain), (h, w, y)), [(h, w, y)])

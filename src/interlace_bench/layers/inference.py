@@ -33,16 +33,17 @@ from interlace.launch import Tell
 from interlace_bench.layers.models import LayerDims, parallelized
 from interlace_bench.race import (
     Opened,
+    Plan,
+    Racer,
     Variant,
-    close,
+    benchmark,
     race,
-    run_cases,
     run_race,
     time_device,
     worst,
 )
 from interlace_bench.ranks import Ranks
-from interlace_bench.rows import Row, facts
+from interlace_bench.rows import Row
 from interlace_bench.settings import LayerSettings, ours
 from interlace_bench.sites import DTYPES
 
@@ -136,24 +137,26 @@ def compiled(
             return torch.compile(module, backend=registered(), options=options)
 
 
-def work(settings: LayerSettings, ranks: Ranks, tell: Tell) -> Row | None:
-    """Measures both steps; rank 0 gets the report."""
+@benchmark
+def work(settings: LayerSettings, ranks: Ranks, tell: Tell) -> Plan:
+    """Both steps."""
     small = not ranks.cuda if settings.small is None else settings.small
     sizes = SMALL if small else StepSizes()
     if sizes.dims.heads % ranks.size or sizes.dims.hidden % ranks.size:
         raise OptionError(f"{sizes.dims.heads} heads do not divide over {ranks.size} ranks")
     mesh = DeviceMesh(ranks.device.type, list(range(ranks.size)), mesh_dim_names=("tp",))
-    common = {"world": ranks.size, **facts(ranks.device.type, settings.commit)}
 
     def measure(step: str, share: float) -> list[Row]:
         with torch.no_grad():
             found = _step(step, settings, sizes, mesh, ranks, share, tell)
         torch.compiler.reset()  # with it go graphs that hold collectives: NCCL would wait for them
-        return [row | common for row in found]
+        return found
 
-    steps = {step: functools.partial(measure, step) for step in ("prefill", "decode")}
-    rows, skipped = run_cases(ranks, steps, settings.seconds, tell)
-    return None if ranks.me else {"rows": rows, "skipped": skipped, "facts": common}
+    return Plan(
+        cases={step: functools.partial(measure, step) for step in ("prefill", "decode")},
+        seconds=settings.seconds,
+        facts={"world": ranks.size},
+    )
 
 
 def _step(
@@ -181,15 +184,17 @@ def _step(
 
         return Variant(name, opened, made.close, given)
 
+    def timer(ready: list[Racer]) -> None:
+        race(ranks, ready, max(1.0, seconds / 4))
+        time_device(ranks, ready)
+
     racers = run_race(
         ranks,
         [variant(name) for name in settings.names if ranks.cuda or not name.endswith("-graph")],
-        lambda ready: race(ranks, ready, max(1.0, seconds / 4)),
+        timer,
         tell,
         f"{step}: ",
     )
-    time_device(ranks, [*racers.values()])
-    close(racers.values())
     base = [racer.median for name, racer in racers.items() if name.startswith("inductor")]
     best = min((median for median in base if not math.isnan(median)), default=math.nan)
     return [
@@ -201,9 +206,8 @@ def _step(
             "hidden": sizes.dims.hidden,
             "heads": sizes.dims.heads,
             "rows": sizes.prefill if step == "prefill" else sizes.decode,
-            **racer.columns("median_us", "p90_us", "host_us", "device_us"),
             "speedup": best / racer.median,
-            **racer.columns("sm_mhz", "error"),
+            **racer.row,
         }
         for name, racer in racers.items()
     ]

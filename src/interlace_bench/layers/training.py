@@ -38,7 +38,7 @@ from interlace.demo.model import Plain
 from interlace.demo.train import registered
 from interlace.errors import UnsupportedError
 from interlace.float8 import Recipe
-from interlace.launch import Report, Tell
+from interlace.launch import Tell
 from interlace_bench.layers.inference import apart
 from interlace_bench.layers.models import (
     MODELS,
@@ -54,10 +54,10 @@ from interlace_bench.layers.models import (
 from interlace_bench.links import assert_no_multicast, enable_symmetric_memory
 from interlace_bench.race import (
     Opened,
+    Plan,
     Racer,
     Variant,
-    close,
-    free,
+    benchmark,
     held,
     median,
     peak,
@@ -66,13 +66,12 @@ from interlace_bench.race import (
     worst,
 )
 from interlace_bench.ranks import Ranks
-from interlace_bench.rows import Row, facts
+from interlace_bench.rows import Row
 from interlace_bench.settings import FLOAT8_LAYERS, TRANSFORMERS, TransformerSettings, ours
 from interlace_bench.sites import DTYPES
 
 STAGES = ("forward", "backward", "step")
 NUM_INPUTS = 3
-MEMORY = ("peak_bytes", "torch_peak_bytes", "rest_bytes")
 LIMIT = 8.0
 """Largest deviation of a loss or gradient, by root mean square, in roundings (`finfo.eps`) of the
 dtype: each passes some ten roundings on its way through a layer, of which sums cancel most."""
@@ -131,19 +130,21 @@ def rows_of(settings: TransformerSettings, world: int, times: Mapping[str, Stage
     ]
 
 
-def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> Report | None:
-    """Races the variants of each case; rank 0 gets the report."""
-    common = {"how": "measured", "world": ranks.size, **facts(ranks.device.type, settings.commit)}
-    rows: list[Row] = []
-    for case in settings.cases:
-        found = [{**row, **common} for row in raced(case, ranks, tell)]
-        tell({"event": "rows", "rows": found})
-        rows += found
+@benchmark
+def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> Plan:
+    """Each number of layers in each form."""
+
+    def measure(case: TransformerSettings, share: float) -> list[Row]:
+        found = raced(case, ranks, tell)
         torch.compiler.reset()  # while the group of its graphs is there
-        free(ranks)
+        return found
+
     what = f"{settings.model} x {settings.layers}, {settings.batch} x {settings.sequence} tokens"
-    said = f", {ranks.size} ranks, {what} in {settings.dtype}; in ms"
-    return None if ranks.me else {"rows": rows, "facts": common, "headline": said}
+    return Plan(
+        cases={f"{c.layers} {c.forms}": functools.partial(measure, c) for c in settings.cases},
+        facts={"how": "measured", "world": ranks.size},
+        headline=f", {ranks.size} ranks, {what} in {settings.dtype}; in ms",
+    )
 
 
 def raced(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> list[Row]:
@@ -160,11 +161,8 @@ def raced(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> list[Row]:
         name: slowest(ranks, Stages() if racer.problem else trained.laps[name].medians())
         for name, racer in racers.items()
     }
-    figures = ("median_us", "p90_us", "host_us", *MEMORY, "off", "rounds", "sm_mhz", "error")
     known = zip(rows_of(settings, ranks.size, times), racers.values(), strict=True)
-    rows: list[Row] = [{**row, **racer.columns(*figures)} for row, racer in known]
-    close(racers.values())
-    return rows
+    return [{**row, **racer.row} for row, racer in known]
 
 
 def slowest(ranks: Ranks, mine: Stages) -> Stages:

@@ -1,6 +1,6 @@
 """Measurements of one device alone, for calibration: matmuls, copies, launches, the host.
 
-    samples = device_samples(ranks, "bf16")
+    samples = device_samples(ranks, ["bf16"], tell)
 
 All ranks measure at once, as they compute at once, and the slowest counts.
 """
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace_bench.fit import Sample
-from interlace_bench.links import BenchMemory, timed
-from interlace_bench.race import host_times
+from interlace.launch import Tell
+from interlace_bench.calibration.fit import Sample
+from interlace_bench.links import BenchMemory, sample
+from interlace_bench.race import host_times, step
 from interlace_bench.ranks import Ranks
 from interlace_bench.shapes import PRESETS
 from interlace_bench.sites import CACHE, DTYPES
@@ -40,19 +41,17 @@ def gemm_shapes(ranks: Ranks) -> list[tuple[int, int, int]]:
     return list(dict.fromkeys((*grid, *named, *chunks)))
 
 
-def device_samples(
-    ranks: Ranks, dtypes: Sequence[str], step: Callable[[str], None]
-) -> list[Sample]:
+def device_samples(ranks: Ranks, dtypes: Sequence[str], tell: Tell) -> list[Sample]:
     """The samples, alike on all ranks."""
     found: list[Sample] = []
     for dtype in dtypes:
-        step(f"matmuls {dtype}")
+        step(tell, f"matmuls {dtype}")
         found += [_gemm(ranks, dtype, shape) for shape in gemm_shapes(ranks)]
-    step("copies and launches")
+    step(tell, "copies and launches")
     for nbytes in COPIES if ranks.cuda else COPIES[:2]:
         found.append(_copy(ranks, nbytes))
     empty = torch.zeros(1, device=ranks.device)
-    found.append(Sample(kind="launch", seconds=timed(ranks, empty.zero_, 5e-6)))
+    found.append(sample(ranks, empty.zero_, kind="launch"))
     if ranks.cuda:
         found += _host(ranks)
     return found
@@ -76,16 +75,13 @@ def _gemm(ranks: Ranks, dtype: str, shape: tuple[int, int, int]) -> Sample:
         x, w = pairs[next(turn) % sets]
         torch.mm(x, w, out=out)
 
-    guess = 2 * m * k * n / (6e14 if ranks.cuda else 3e10) + 1e-5
-    return Sample(kind="gemm", dtype=dtype, shape=shape, seconds=timed(ranks, run, guess))
+    return sample(ranks, run, kind="gemm", dtype=dtype, shape=shape)
 
 
 def _copy(ranks: Ranks, nbytes: int) -> Sample:
     src = torch.randint(256, (nbytes,), dtype=torch.uint8, device=ranks.device)
     dst = torch.zeros_like(src)
-    guess = 5e-6 + nbytes / (1e12 if ranks.cuda else 3e9)
-    seconds = timed(ranks, lambda: dst.copy_(src), guess)
-    return Sample(kind="copy", nbytes=nbytes, seconds=seconds)
+    return sample(ranks, lambda: dst.copy_(src), kind="copy", nbytes=nbytes)
 
 
 def _host(ranks: Ranks) -> list[Sample]:
