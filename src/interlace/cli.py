@@ -97,7 +97,7 @@ class Group(TyperGroup):
     """Commands whose first sentences are whole, and under their headings, where help is plain."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        commands = [self.get_command(ctx, name) for name in self.list_commands(ctx)]
+        commands: list[Any] = [self.get_command(ctx, name) for name in self.list_commands(ctx)]
         for panel in dict.fromkeys(command.rich_help_panel for command in commands):
             with formatter.section(panel or "Commands"):
                 listed = [each for each in commands if each.rich_help_panel == panel]
