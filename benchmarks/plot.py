@@ -17,7 +17,7 @@ from typing import Any
 
 from interlace.errors import BackendError
 from interlace_bench.rows import Row, number, read
-from interlace_bench.sites import FLOAT8
+from interlace_bench.shapes import FLOAT8
 
 RESULTS = Path(__file__).parent / "results"
 GPU = "NVIDIA H200"

@@ -80,7 +80,7 @@ def _sections(commands: typer.Typer, prefix: str, mark: str) -> Iterator[str]:
             yield from _sections(bench, title, mark + "#")
             continue
         arguments = [p for p in command.params if not p.opts[0].startswith("-")]
-        usage = " ".join([title, *(p.name.upper() for p in arguments), "[OPTIONS]"])
+        usage = " ".join([title, *(p.metavar or p.name.upper() for p in arguments), "[OPTIONS]"])
         yield f"{mark} {title}\n\n```text\n{usage}\n```\n\n{textwrap.dedent(command.help or '')}\n"
         hints = inspect.signature(command.callback, eval_str=True).parameters
         yield table(
@@ -91,7 +91,7 @@ def _sections(commands: typer.Typer, prefix: str, mark: str) -> Iterator[str]:
 
 def _row(param: Any, annotation: Any) -> tuple[str, str, str, str]:
     names = ", ".join(f"`{o}`" for o in (*param.opts, *param.secondary_opts))
-    names = names if param.opts[0].startswith("-") else f"`{param.name.upper()}`"
+    names = names if param.opts[0].startswith("-") else f"`{param.metavar or param.name.upper()}`"
     default = "required" if param.required else ""
     unset = any(param.default is value for value in (None, "", False))
     if not (param.required or unset):

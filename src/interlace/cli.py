@@ -10,11 +10,16 @@ imported by those that run something (`demo`, `doctor`).
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
+
+from interlace.errors import nearest
 
 COMMANDS = {
     "demo": "interlace.commands.demo:demo",
@@ -29,6 +34,15 @@ COMMANDS = {
     "bench": "interlace_bench.commands.commands:bench",
 }
 """Where each command is: a function, or a group of commands."""
+
+DEVELOPING = "For developing Interlace"
+PANELS = {"opt": DEVELOPING, "bench": DEVELOPING}
+"""Heading in the help above commands that are no user's."""
+
+BOXES: Literal["markdown"] | None = (
+    "markdown" if sys.stdout.isatty() and sys.stderr.isatty() else None
+)
+"""Help and errors of usage are in boxes on a terminal, and plain text elsewhere."""
 
 GONE = {
     "fuzz": "it is `python -m tests.fuzzing` in a checkout of the repository",
@@ -79,11 +93,37 @@ GONE = {
 """Commands and options that went, and their replacement: for one release."""
 
 
-class Commands(TyperGroup):
+class Group(TyperGroup):
+    """Commands whose first sentences are whole, and under their headings, where help is plain."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands: list[Any] = [self.get_command(ctx, name) for name in self.list_commands(ctx)]
+        for panel in dict.fromkeys(command.rich_help_panel for command in commands):
+            with formatter.section(panel or "Commands"):
+                listed = [each for each in commands if each.rich_help_panel == panel]
+                starts = [inspect.cleandoc(each.help).split("\n\n")[0] for each in listed]
+                formatter.write_dl([*zip((each.name for each in listed), starts, strict=True)])
+
+
+class Commands(Group):
     """The group of all commands, which imports each when it is asked for."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands |= dict.fromkeys(COMMANDS)  # type: ignore[arg-type]
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return untyped(super().get_params(ctx))
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command; an error on a choice names the nearest one."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            if wrong := re.search(r"'(.*?)' is not one of (.*)", error.message.rstrip(".")):
+                hint = nearest(wrong[1], re.findall(r"'(.*?)'", wrong[2]))
+                error.message = f"{wrong[0]}: {hint}" if hint else error.message
+            raise
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         words = {arg.partition("=")[0] for arg in args}
@@ -96,17 +136,29 @@ class Commands(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         module, name = COMMANDS[cmd_name].split(":")
-        command = getattr(import_module(module), name)
-        if isinstance(command, typer.Typer):
-            return typer.main.get_command(command)
-        alone = typer.Typer(
-            rich_markup_mode="markdown",
-            pretty_exceptions_enable=False,
-            add_completion=False,
-            context_settings=CONTEXT,
-        )
-        alone.command(cmd_name, no_args_is_help=False)(command)
-        return typer.main.get_command(alone)
+        app = getattr(import_module(module), name)
+        if not isinstance(app, typer.Typer):
+            function, app = (
+                app,
+                typer.Typer(
+                    pretty_exceptions_enable=False, add_completion=False, context_settings=CONTEXT
+                ),
+            )
+            app.command(cmd_name, no_args_is_help=False)(function)
+        app.rich_markup_mode, app.info.cls = BOXES, Group
+        command: Any = typer.main.get_command(app)
+        for each in (command, *getattr(command, "commands", {}).values()):
+            untyped(each.get_params(ctx))
+        command.rich_help_panel = PANELS.get(cmd_name)
+        return command
+
+
+def untyped(params: list[Any]) -> list[Any]:
+    """The parameters, of which help shows no type beside those that take no value."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
 
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}
@@ -115,7 +167,7 @@ app = typer.Typer(
     name="interlace",
     cls=Commands,
     no_args_is_help=True,
-    rich_markup_mode="markdown",
+    rich_markup_mode=BOXES,
     pretty_exceptions_enable=False,
     context_settings=CONTEXT,
 )
@@ -133,7 +185,9 @@ def _version(asked: bool) -> None:
 def options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+        typer.Option(
+            "-V", "--version", callback=_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Hide communication under computation, by schedules that can be read and are proved sound."""

@@ -8,6 +8,7 @@ rows.py          rows of CSV, and what a row says of the machine: commit, versio
 bars.py          the bars that rows must clear
 links.py         copies between ranks, messages, collectives: `interlace bench interconnect`
 calibration/     what `interlace calibrate` measures, and the machine that it makes
+shapes.py        shapes of sites, as options name them
 sites.py         AG+GEMM, GEMM+RS and GEMM+AR: Program, inputs, reference
 candidates.py    the variants that compute a site: ours, and what both are compared with
 overlap.py       `interlace bench overlap`

@@ -21,7 +21,7 @@ from typing import Any
 
 from interlace_bench.rows import Row, number
 from interlace_bench.settings import STRATEGIES
-from interlace_bench.sites import FLOAT8, SMALL_ROWS
+from interlace_bench.shapes import FLOAT8, SMALL_ROWS
 
 HOLDS = {"<=": operator.le, ">=": operator.ge}
 Variants = dict[str, Row]

@@ -15,11 +15,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import typer
 
 from interlace.commands.options import Calibration, Device, Json, Strategy, Timeout
-from interlace.errors import OptionError
+from interlace.errors import OptionError, choose_from
+from interlace_bench.shapes import shapes_of
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-RESULTS = Path("benchmarks/results")
-"""Folder of rows that are meant to be committed."""
 
 Bars = Annotated[bool, typer.Option("--check", help="Judge the bars; code 1 if one is missed.")]
 Shapes = Annotated[
@@ -29,7 +28,7 @@ Small = Annotated[
     bool | None, typer.Option("--small/--large", help="Small sizes; default: on a CPU.")
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Say on stderr what is under way.")]
-World = Annotated[int | None, typer.Option(help="Ranks; default: a rank for each GPU.")]
+World = Annotated[int | None, typer.Option(min=2, help="Ranks; default: a rank for each GPU.")]
 
 STRATEGIES = ("serial", "pipeline", "get", "put", "fused", "exchange", "ring", "auto")
 """Our strategies by the name that rows of overlap give them; `get` and `put` are `peer`."""
@@ -60,7 +59,9 @@ class BenchSettings:
     """True where equal computations on a GPU must give equal bits."""
     least_ranks: ClassVar[int] = 2
     keeps_rows: ClassVar[bool] = True
-    out: Annotated[Path, typer.Option(help="Folder of the CSV rows.")] = RESULTS
+    out: Annotated[
+        Path | None, typer.Option(help="Append the rows to a CSV file in this folder, too.")
+    ] = None
     device: Device = "auto"
     commit: Annotated[str, typer.Option(help="Commit, where git cannot tell.")] = ""
     timeout: Timeout = 580
@@ -69,8 +70,8 @@ class BenchSettings:
 
     @property
     def path(self) -> Path | None:
-        """The file to which rows are appended as they come, if they are kept."""
-        return self.out / f"{self.name}.csv" if self.keeps_rows else None
+        """The file to which rows are appended as they come, if any."""
+        return self.out / f"{self.name}.csv" if self.out is not None and self.keeps_rows else None
 
     @property
     def what(self) -> str:
@@ -98,7 +99,7 @@ class RaceSettings(BenchSettings):
             raise OptionError("nothing to measure: give --seconds > 0")
         for name in self.names:
             if name not in self.known:
-                raise OptionError(f"--only {name}: choose from {', '.join(self.known)}")
+                raise OptionError(f"--only {name}: {choose_from(name, self.known)}")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -136,10 +137,8 @@ class OverlapSettings(RaceSettings):
     calibration: Calibration = None
 
     def __post_init__(self) -> None:
-        from interlace_bench.sites import cases_of
-
         RaceSettings.__post_init__(self)
-        if not cases_of(self.preset, self.shapes, words(self.dtype)):
+        if not shapes_of(self.preset, self.shapes, words(self.dtype)):
             raise OptionError("nothing to measure: give shapes or a preset")
 
 
@@ -183,7 +182,7 @@ class TransformerSettings(RaceSettings):
             raise OptionError("--layers, --sequence and --batch must be >= 1")
         for form in words(self.forms):
             if form not in FORMS:
-                raise OptionError(f"--forms {form}: choose from {', '.join(FORMS)}")
+                raise OptionError(f"--forms {form}: {choose_from(form, FORMS)}")
 
     @property
     def depths(self) -> tuple[int, ...]:

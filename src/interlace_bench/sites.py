@@ -13,7 +13,7 @@ and w are packed rows (Note [Packed rows] in float8/data.py), with one scale on 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,20 +25,12 @@ from interlace.float8 import E4M3, Float8Data, Recipe, amax_of, quantize
 from interlace.float8.data import ALIGNMENT, width
 from interlace.ir import Program
 from interlace_bench.ranks import Ranks
+from interlace_bench.shapes import FLOAT8, shapes_of
 
-OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 Pair = tuple[torch.Tensor, torch.Tensor]
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64}
-FLOAT8 = "f8e4m3"
 RECIPE = Recipe(scale="team", power_of_two=True)
 """Recipe by which x and w are quantized."""
-
-
-def check_dtypes(*names: str, known: Collection[str] = tuple(DTYPES)) -> None:
-    """Raises OptionError for what is no element type of a benchmark."""
-    for name in names:
-        if name not in known:
-            raise OptionError(f"{name!r} is no element type: choose from {', '.join(known)}")
 
 
 CACHE = 60 << 20
@@ -61,12 +53,9 @@ class SiteCase:
 
     def check(self, world: int) -> None:
         """Raises OptionError for what cannot be cut over that many ranks."""
-        if self.op not in OPS:
-            raise OptionError(f"{self.op!r} is no site: choose from {', '.join(OPS)}")
-        check_dtypes(self.dtype, known=(*DTYPES, FLOAT8))
         if self.float8 and (self.k % ALIGNMENT or self.n % ALIGNMENT):
             raise OptionError(f"{self}: FP8's GEMM takes K and N that are multiples of {ALIGNMENT}")
-        if min(self.m, self.k, self.n) < 1 or self.m % world:
+        if self.m % world:
             raise OptionError(f"{self}: M does not divide over {world} ranks")
 
     @property
@@ -237,64 +226,6 @@ def deviation(found: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor]) 
     return off.max().item() if off.numel() else 0.0
 
 
-def _cases(op: str, *shapes: tuple[int, int, int]) -> list[tuple[str, int, int, int]]:
-    return [(op, *shape) for shape in shapes]
-
-
-SMALL_ROWS = (64, 128, 256, 512, 1024)
-
-PRESETS: dict[str, list[tuple[str, int, int, int]]] = {
-    "bars": [
-        *_cases("ag_gemm", (8192, 8192, 14336), (8192, 8192, 2560), (4096, 4096, 7168)),
-        *_cases("ag_gemm", (2048, 4096, 7168), (16384, 8192, 14336)),
-        *_cases("gemm_rs", (8192, 7168, 8192), (8192, 2048, 8192), (4096, 3584, 4096)),
-        *_cases("gemm_rs", (16384, 7168, 8192)),
-        *_cases("gemm_ar", (4096, 3584, 4096), (1024, 3584, 4096), (256, 3584, 4096)),
-        *_cases("ag_gemm", *((rows, 4096, 4096) for rows in SMALL_ROWS)),
-        *_cases("gemm_rs", *((rows, 4096, 4096) for rows in SMALL_ROWS)),
-    ],
-    "others": [
-        *_cases("ag_gemm", (8192, 5120, 6912), (6144, 6144, 4096), (3072, 2048, 8192)),
-        *_cases("ag_gemm", (1536, 8192, 3584), (32768, 4096, 3584), (384, 2048, 5632)),
-        *_cases("gemm_rs", (8192, 3456, 5120), (6144, 4096, 6144), (3072, 5632, 2048)),
-        *_cases("gemm_rs", (1536, 3584, 8192), (32768, 3584, 4096), (384, 5632, 2048)),
-        *_cases("gemm_ar", (2048, 2048, 8192), (512, 5632, 2048), (8192, 3584, 4096)),
-    ],
-    "tiny": [
-        *_cases("ag_gemm", (64, 32, 48)),
-        *_cases("gemm_rs", (64, 48, 32)),
-        *_cases("gemm_ar", (64, 48, 32)),
-    ],
-    "cpu": [
-        *_cases("ag_gemm", (256, 256, 512), (1024, 256, 768), (2048, 512, 2048)),
-        *_cases("gemm_rs", (256, 512, 256), (1024, 768, 256), (2048, 2048, 512)),
-        *_cases("gemm_ar", (256, 256, 256), (1024, 512, 512)),
-    ],
-}
-"""`bars`: the shapes that the bars name; `others`: so that nothing is tuned to those; `tiny`: to
-see that all works; `cpu`: to calibrate a CPU by, where the others take too long or tell too little.
-"""
-
-
 def cases_of(presets: str, shapes: str, dtypes: Sequence[str]) -> list[SiteCase]:
-    """The cases of `shapes`, such as `ag_gemm:8192,8192,14336 gemm_rs:4096,3584,4096`, or without
-    any those of `presets`, with commas."""
-    if shapes:
-        return [case for text in shapes.split() for case in _parsed(text, dtypes)]
-    names = [name.strip() for name in presets.split(",") if name.strip()]
-    for name in names:
-        if name not in PRESETS:
-            raise OptionError(f"--preset {name}: choose from {', '.join(PRESETS)}")
-    every = [(shape, dtype) for name in names for dtype in dtypes for shape in PRESETS[name]]
-    return [SiteCase(*shape, dtype) for shape, dtype in every]
-
-
-def _parsed(text: str, dtypes: Sequence[str]) -> list[SiteCase]:
-    op, _, sizes = text.partition(":")
-    try:
-        m, k, n = map(int, sizes.split(","))
-    except ValueError:
-        raise OptionError(
-            f"--shapes {text}: write them as ag_gemm:M,K,N, with spaces between"
-        ) from None
-    return [SiteCase(op, m, k, n, dtype) for dtype in dtypes]
+    """The cases of shapes, or without any those of presets; see `shapes_of`."""
+    return [SiteCase(*shape) for shape in shapes_of(presets, shapes, dtypes)]

@@ -93,6 +93,15 @@ def test_interconnect(tmp_path: Path) -> None:
     assert len(read(tmp_path / "interconnect.csv")) == len(report["rows"])
 
 
+def test_rows_are_written_with_out_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = {"rows": [], "facts": {"gpu": "cpu", "torch": "2"}}
+    monkeypatch.setattr("interlace_bench.ranks.run", lambda *_: dict(report))
+    monkeypatch.chdir(tmp_path)
+    assert "wrote" not in bench_here("interconnect").stdout
+    assert list(tmp_path.iterdir()) == []
+    assert "wrote rows/interconnect.csv" in bench_here("interconnect", "--out", "rows").stdout
+
+
 def layer(ways: str) -> Any:
     """The report of `bench layer` on this rank."""
     settings = LayerSettings(only=ways, seconds=4)
@@ -120,7 +129,7 @@ def test_layer(pool: Pool, ways: str) -> None:
         (("overlap", "--device", "cpu", "--preset", "none"), "--preset none: choose from bars"),
         (("overlap", "--device", "cpu", "--shapes", "ag_gemm:1"), "ag_gemm:M,K,N"),
         (("overlap", "--device", "cpu", "--only", "magic"), "--only magic"),
-        (("overlap", "--device", "cpu", "--world", "1"), "needs two"),
+        (("overlap", "--device", "cpu", "--world", "1"), "Invalid value for '--world'"),
         (("overlap", "--device", "tpu"), "Invalid value for '--device'"),
         (("interconnect", "--device", "cpu", "--most", "4XB"), "'4XB' is no size"),
         (("layer", "--device", "cpu", "--only", "magic"), "--only magic"),

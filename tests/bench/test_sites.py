@@ -11,16 +11,8 @@ from interlace.float8.data import TAIL
 from interlace.verify import check
 from interlace_bench.links import sizes_between
 from interlace_bench.ranks import here
-from interlace_bench.sites import (
-    CACHE,
-    FLOAT8,
-    OPS,
-    PRESETS,
-    SiteCase,
-    cases_of,
-    deviation,
-    make_inputs,
-)
+from interlace_bench.shapes import FLOAT8, OPS, PRESETS
+from interlace_bench.sites import CACHE, SiteCase, cases_of, deviation, make_inputs
 
 CPU = torch.device("cpu")
 
@@ -67,7 +59,7 @@ def test_shapes_are_read_from_text() -> None:
     with pytest.raises(OptionError, match="does not divide over 4 ranks"):
         SiteCase("ag_gemm", 6, 4, 4).check(4)
     with pytest.raises(OptionError, match="no site"):
-        SiteCase("gemm", 8, 4, 4).check(4)
+        cases_of("", "gemm:8,4,4", ["bf16"])
     with pytest.raises(OptionError, match="multiples of 16"):
         SiteCase("ag_gemm", 8, 16, 8, FLOAT8).check(4)
 

@@ -61,6 +61,12 @@ def second(pp: Team[[0, 1]], y: out[f32[8]]):
     main: recv(y, peer=0, team=pp)
 """
 
+RIGHT = """\
+0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1
+1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1
+"""
+"""Of torch's pipelines."""
+
 
 def invoke(*args: str, text: str = "") -> tuple[int, str, str]:
     """Runs a command in this process, with `text` as standard input: code, stdout, stderr."""

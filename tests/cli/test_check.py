@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.cli.schedules import RACE, RING, SOUND, STAGES, command, invoke
+from tests.cli.schedules import RACE, RIGHT, RING, ROOT, SOUND, STAGES, command, invoke
 
 from interlace.cost.memory import COPIES
 
@@ -99,6 +99,45 @@ def test_a_set_of_programs(write) -> None:
         *(2, ""),
         "error: TeamError: these 2 programs run on 2 ranks [0, 1], not on 3\n",
     )
+
+
+def test_several_files_are_judged_by_turns(tmp_path: Path) -> None:
+    """As pre-commit names them, CSVs of pipelines among them; the worst code counts."""
+    texts = {"sound.ilc": SOUND, "race.ilc": RACE, "gone.ilc": None, "step.csv": RIGHT}
+    paths = {name: tmp_path / name for name in texts}
+    for name, text in texts.items():
+        if text is not None:
+            paths[name].write_text(text)
+
+    def check(*names: str) -> tuple[int, str, str]:
+        return invoke("check", *(str(paths[name]) for name in names))
+
+    code, out, error = check(*texts)
+    assert (code, error.count("\n")) == (2, 1)
+    assert f"ParseError: cannot read {paths['gone.ilc']}" in error
+    for name, verdict in {"sound.ilc": "sound", "race.ilc": "unsound", "step.csv": "sound"}.items():
+        assert f"{paths[name]}: {verdict}" in out
+    assert check("race.ilc", "step.csv")[0] == 1
+    assert check("sound.ilc", "step.csv")[::2] == (0, "")
+    told = json.loads(invoke("check", *map(str, paths.values()), "--json")[1])
+    assert [each["file"] for each in told] == [str(path) for path in paths.values()]
+    assert [each.get("sound") for each in told] == [True, False, None, True]
+    assert told[2]["error"]["type"] == "ParseError"
+    code, _, error = invoke("check", str(paths["step.csv"]), "--world", "4")
+    assert (code, "takes --json alone" in error) == (2, True)
+
+
+def test_hooks_of_pre_commit(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    (tmp_path / "race.ilc").write_text(RACE)
+    (tmp_path / "a.pipelining.csv").write_text(RIGHT)
+    codes = {}
+    for hook in yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text()):
+        program, *args = hook["entry"].split()
+        assert program == "interlace"
+        names = [path for path in tmp_path.iterdir() if re.search(hook["files"], path.name)]
+        codes[hook["id"]] = invoke(*args, *map(str, names))[0]
+    assert codes == {"interlace-check": 1, "interlace-check-pipelining": 0}
 
 
 @pytest.mark.parametrize(

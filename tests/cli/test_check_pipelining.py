@@ -6,11 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.cli.schedules import SOUND, invoke
+from tests.cli.schedules import RIGHT, SOUND, invoke
 
-RIGHT = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n" + (
-    "1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n"
-)
 CROSSED = RIGHT.replace("0RECV_B0,0B0,0RECV_B1,0B1", "0RECV_B1,0RECV_B0,0B0,0B1")
 
 

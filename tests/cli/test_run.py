@@ -150,7 +150,7 @@ def test_what_cannot_run(tmp_path: Path) -> None:
         ("--check-against", "serial"): f"there is no {tmp_path / 'sound.serial.ilc'} to compare",
         ("--check-against", "gone.ilc"): "cannot read gone.ilc",
         ("--world", "3"): "a world of 3 ranks does not divide into teams tp[2]",
-        ("--runs", "0"): "give --runs >= 1",
+        ("--runs", "0"): "Invalid value for '--runs'",
         ("--seed", "9" * 23): "Invalid value for '--seed'",
         ("--html", "."): ". is a directory: name a file in it",
         ("--device", "tpu"): "Invalid value for '--device'",

@@ -3,8 +3,10 @@ lines."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -34,6 +36,36 @@ def test_help_fits_a_terminal(command: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert "auto|cpu|cuda" in text or "cpu|cuda" in text
     if "--strategy" in text:
         assert all(name in text for name in names())
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_help_is_in_boxes_on_a_terminal_alone(columns: int) -> None:
+    """No type stands beside an option that takes no value; maintainers' commands come last."""
+    shown, env = [], {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": str(columns)}
+    for args in ([], ["check"]):
+        line = [sys.executable, "-m", "interlace", *args, "--help"]
+        ours, theirs = pty.openpty()
+        with subprocess.Popen(line, env=env, stdout=theirs, stderr=theirs) as process:
+            os.close(theirs)
+            boxed = b""
+            with contextlib.suppress(OSError):  # at its end
+                while part := os.read(ours, 1 << 16):
+                    boxed += part
+            os.close(ours)
+        assert process.returncode == 0
+        piped = subprocess.run(line, env=env, capture_output=True, text=True, check=True).stdout
+        shown += [boxed.decode(), piped]
+        assert "╭" in boxed.decode()
+        assert "╭" not in piped
+        assert "<bool>" not in boxed.decode() + piped
+    for text in shown[:2]:
+        assert text.index("doctor") < text.index("For developing Interlace") < text.index("bench")
+    assert "-V" in shown[1]
+
+
+def test_help_of_a_group_cuts_no_sentence() -> None:
+    for group in ([], ["bench"]):
+        assert "..." not in invoke(*group, "--help")[1].partition("Commands:")[2]
 
 
 def test_choices_of_strategies_are_the_rows() -> None:

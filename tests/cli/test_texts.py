@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.cli.schedules import ROOT, SERIAL, SOUND, STAGES, command, invoke
+from tests.cli.schedules import ROOT, SERIAL, SOUND, STAGES, invoke
 
 from interlace.cost import Timeline, default_machine
 from interlace.ir import parse, parse_set
@@ -160,9 +160,12 @@ def test_bad_calibration_files_are_errors(sound: str, tmp_path: Path, content: s
 
 def test_opt_prints_the_text_after_each_pass(sound: str, tmp_path: Path) -> None:
     out = tmp_path / "out.ilc"
-    text = run("opt", sound, "-p", "schedule,insert_sync", "-o", str(out), "--check")
+    line = ("opt", sound, "-p", "schedule,insert_sync", "--check")
+    text = run(*line)
     assert text.count("# all_gather_linear after ") == 2
+    assert run(*line, "-o", str(out)) == ""
     assert parse_set(text)[1] == parse(out.read_text())
+    assert run(*line, "-o", str(out), "--diff").count("insert_sync") == 1
     steps = json.loads(run("opt", sound, "-p", "schedule,insert_sync", "--json"))["steps"]
     assert [step["pass"] for step in steps] == ["", "schedule", "insert_sync"]
     assert steps[0]["text"] == SOUND
@@ -329,7 +332,8 @@ def test_an_option_that_went_names_its_replacement(line: str) -> None:
 def test_version_and_help() -> None:
     import interlace
 
-    assert command("--version").stdout == f"interlace {interlace.__version__}\n"
+    for option in ("--version", "-V"):
+        assert invoke(option)[1] == f"interlace {interlace.__version__}\n"
     code, out, _ = invoke("--help")
     assert code == 0
     for name in ("check", "opt", "show", "simulate", "explain", "doctor"):

@@ -12,7 +12,8 @@ import pytest
 import interlace
 
 ROOT = Path(__file__).parents[2]
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SETTINGS: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT: dict[str, Any] = SETTINGS["project"]
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -21,11 +22,16 @@ def names(requirements: list[str]) -> set[str]:
 
 def test_a_cpu_build_of_torch_is_enough() -> None:
     assert names(PROJECT["dependencies"]) == {"torch", "typer", "rich"}
-    extras = PROJECT["optional-dependencies"]
-    assert "matplotlib" in names(extras["bench"])
-    assert {name for name, listed in extras.items() if "triton" in names(listed)} == {
+    groups = SETTINGS["dependency-groups"]
+    assert {name for name, listed in groups.items() if "triton" in names(listed)} == {
         "test-kernels"
     }
+
+
+def test_extras_are_for_users_and_groups_for_developers() -> None:
+    assert PROJECT["optional-dependencies"].keys() == {"bench"}
+    assert "matplotlib" in names(PROJECT["optional-dependencies"]["bench"])
+    assert SETTINGS["dependency-groups"].keys() == {"dev", "docs", "test-kernels"}
 
 
 def test_the_changelog_tells_of_this_version() -> None:

@@ -20,6 +20,7 @@ STAND_IN = """#!/bin/sh
 echo "$*" >>"$LOG"
 case "$*" in
 --version) echo "Python 3.12.0" ;;
+"-c import pip"*) exit "${OLD_PIP:-0}" ;;
 "-c import sys"*) exit "${TOO_OLD:-0}" ;;
 "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
 "-m pip "*) sleep "${PIP_SECONDS:-0}"; exit "${PIP_FAILS:-0}" ;;
@@ -74,7 +75,7 @@ def clone(tmp_path: Path) -> Clone:
 def test_makes_it_once(clone: Clone) -> None:
     assert clone.make()[0] == 0
     (install,) = clone.installs()
-    assert "-c constraints.txt --editable .[dev,docs]" in install
+    assert "-c constraints.txt --group dev --group docs --editable ." in install
     assert clone.make() == (0, "")
     assert len(clone.installs()) == 1
 
@@ -144,7 +145,14 @@ def test_extras_are_remembered(clone: Clone) -> None:
     clone.make(EXTRAS="test-kernels")
     clone.make()
     (install,) = clone.installs()
-    assert install.endswith("--editable .[dev,docs,test-kernels]")
+    assert install.endswith("--group dev --group docs --group test-kernels --editable .")
+
+
+def test_a_pip_without_dependency_groups_is_renewed(clone: Clone) -> None:
+    clone.make(OLD_PIP="1")
+    pip, rest = clone.installs()
+    assert pip.endswith("--upgrade pip>=25.1")
+    assert "--group dev" in rest
 
 
 def test_without_a_python_it_says_what_to_do(clone: Clone) -> None:

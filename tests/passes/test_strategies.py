@@ -18,7 +18,8 @@ from interlace.passes import candidates, lower, parse_pipeline, run_pipeline
 from interlace.strategies import STRATEGIES as ROWS
 from interlace.strategies import Offset, Path, Strategy, rows_of
 from interlace.verify import check
-from interlace_bench.sites import OPS, SiteCase
+from interlace_bench.shapes import OPS
+from interlace_bench.sites import SiteCase
 
 WORLD = 4
 SUMMED = f"""def f(tp: Team[{WORLD}], x: f32[{WORLD}, 1], w: f32[1, 1]):

@@ -1,9 +1,9 @@
-"""`interlace check FILE`: whether a schedule can go wrong, and how.
+"""`interlace check FILE...`: whether schedules can go wrong, and how.
 
 $ interlace check ring.ilc --world 8
 sound (8 ranks by symmetry of tp: 1 visited, 168 ops, 2 ms)
 memory: peak 8,192 bytes at op 3: 4,096 of temporaries, 4,096 of symmetric slots (1, of 2 copies)
-$ interlace check --pipelining schedule.csv
+$ interlace check generated/*.ilc pipeline.csv
 $ interlace check --recorded dumps
 """
 
@@ -12,14 +12,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from interlace.commands.files import on_mesh, parse_mesh, read_programs
 from interlace.commands.options import Json, Mesh
-from interlace.commands.output import UNSOUND, command, print_json, say
-from interlace.errors import InputError, ProgramError
+from interlace.commands.output import (
+    FAILED,
+    UNSOUND,
+    command,
+    error_json,
+    print_json,
+    say,
+    tell_error,
+)
+from interlace.errors import InputError, InterlaceError, ProgramError
 
 if TYPE_CHECKING:
     from interlace.cost.memory import RunMemory
@@ -29,8 +37,12 @@ if TYPE_CHECKING:
 
 @command
 def check(
-    file: Annotated[
-        Path | None, typer.Argument(help="A schedule, or - for standard input.")
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="FILE...",
+            help="Schedules, or - for standard input; NAME.csv is one of torch's pipelines.",
+        ),
     ] = None,
     world: Annotated[
         int | None, typer.Option(help="Ranks in all: a multiple of the Program's own.")
@@ -53,52 +65,66 @@ def check(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Prove that a schedule has no race and no deadlock, or show how it goes wrong.
+    """Prove that schedules have no race and no deadlock, or show how they go wrong.
 
     Ranks that are proved to do the same at their places are visited once; the first line says so.
     Of a sound schedule the last line says how much memory a run takes.
 
-    With --pipelining, check a schedule of torch.distributed.pipelining instead of FILE. With
+    With --pipelining, or of a FILE.csv, check a schedule of torch.distributed.pipelining. With
     --recorded, say instead why a run hung: a JSON dump of torch's flight recorder a rank.
 
-    Ends with code 0 if the schedule is sound, with 1 and the counterexample if it is not, with 2 if
-    it cannot be read, and with 70 for a fault of Interlace.
+    Ends with code 0 if all schedules are sound, with 1 and the counterexample if one is not, with 2
+    if one cannot be read, and with 70 for a fault of Interlace.
     """
     import interlace
     from interlace.cost.memory import run_memory
 
-    if pipelining is not None or recorded is not None:
-        name = "--pipelining" if recorded is None else "--recorded"
-        both = pipelining is not None and recorded is not None
-        if both or file is not None or world is not None or mesh or in_order or operators:
+    options = bool(world is not None or mesh or in_order or operators)
+    if (instead := pipelining if recorded is None else recorded) is not None:
+        if options or files or (recorded and pipelining):
+            name = "--pipelining" if recorded is None else "--recorded"
             raise InputError(f"{name} takes --json and no other option, and no FILE")
-        if recorded is not None:
-            _tell(interlace.check_recorded(recorded), json)
-        elif pipelining is not None:
-            _tell(interlace.check_pipelining(pipelining), json)
-        return
-    if file is None:
+        files = [instead]
+    if not files:
         told = "name a schedule, or give --pipelining FILE.csv or --recorded DIR"
         raise InputError(f"FILE is missing: {told}")
-    programs = on_mesh(read_programs(file), world=world, mesh=parse_mesh(mesh))
-    remarks = look_up(programs, operators or ())
-    report = interlace.check(programs, in_order=in_order)
-    report = dataclasses.replace(report, findings=(*report.findings, *remarks))
-    memory = run_memory(programs, report.sizes) if report.sound else None
-    _tell(report, json, memory)
 
+    def judge(file: Path) -> tuple[Report, RunMemory | None]:
+        if recorded is not None:
+            return interlace.check_recorded(file), None
+        if pipelining is not None or file.suffix == ".csv":
+            if options:
+                raise InputError(f"{file}: a schedule of torch's pipelines takes --json alone")
+            return interlace.check_pipelining(file), None
+        programs = on_mesh(read_programs(file), world=world, mesh=parse_mesh(mesh))
+        remarks = look_up(programs, operators or ())
+        report = interlace.check(programs, in_order=in_order)
+        report = dataclasses.replace(report, findings=(*report.findings, *remarks))
+        return report, run_memory(programs, report.sizes) if report.sound else None
 
-def _tell(report: Report, json: bool, memory: RunMemory | None = None) -> None:
-    """Prints a report, with the memory of a run, and ends with the code of its verdict."""
+    code, documents, single = 0, list[dict[str, Any]](), len(files) == 1
+    for file in files:
+        try:
+            report, memory = judge(file)
+        except InterlaceError as error:
+            if single:
+                raise
+            code = FAILED
+            documents.append({"file": str(file), **error_json(error)})
+            if not json:
+                tell_error(error)
+            continue
+        code = code if report.sound else max(code, UNSOUND)
+        taken = {} if memory is None else {"memory": memory.to_json()}
+        documents.append(({} if single else {"file": str(file)}) | report.to_json() | taken)
+        if not json:
+            say(f"{report}" if single else f"{file}: {report}")
+            if memory is not None:
+                say(f"memory: {memory.line()}")
     if json:
-        more = {} if memory is None else {"memory": memory.to_json()}
-        print_json(report.to_json() | more)
-    else:
-        say(str(report))
-        if memory is not None:
-            say(f"memory: {memory.line()}")
-    if not report.sound:
-        raise typer.Exit(UNSOUND)
+        print_json(documents[0] if single else documents)
+    if code:
+        raise typer.Exit(code)
 
 
 def look_up(programs: Sequence[Program], allowed: Collection[str] = ()) -> tuple[Finding, ...]:

@@ -18,7 +18,7 @@ import typer
 from interlace.commands.files import count_gpus, make_folder, read_machine
 from interlace.commands.options import Calibration, Device, Json, Strategy, Timeout
 from interlace.commands.output import command, print_json, say, table
-from interlace.errors import BackendError, OptionError, TeamError
+from interlace.errors import BackendError
 
 if TYPE_CHECKING:
     from interlace.demo.plan import TrainingPlan
@@ -32,11 +32,13 @@ NOISE = 0.03
 def demo(
     world: Annotated[
         int | None,
-        typer.Option(help="Ranks: processes on this machine. 2, or one for each GPU up to 4."),
+        typer.Option(
+            min=1, help="Ranks: processes on this machine. 2, or one for each GPU up to 4."
+        ),
     ] = None,
     device: Device = "auto",
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 20,
-    layers: Annotated[int, typer.Option(help="Blocks of the model.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 20,
+    layers: Annotated[int, typer.Option(min=1, help="Blocks of the model.")] = 2,
     out: Annotated[Path, typer.Option(help="Folder for schedules and a page.")] = Path(
         "interlace-demo"
     ),
@@ -51,12 +53,6 @@ def demo(
     serial program, and overlapped; on GPUs and beyond two ranks also as the overlapped ops one by
     one, which must have the same bits. At the end it says whether overlap paid on this machine.
     """
-    if steps < 1:
-        raise OptionError(f"--steps {steps}: give at least one step")
-    if layers < 1:
-        raise OptionError(f"--layers {layers}: give at least one block")
-    if world is not None and world < 1:
-        raise TeamError(f"--world {world}: give at least one rank")
     if calibration is not None:
         read_machine(calibration)
     started = "WORLD_SIZE" in os.environ  # by torchrun: this process is one of the ranks already

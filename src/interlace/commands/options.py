@@ -33,5 +33,6 @@ Strategy = Annotated[
     ),
 ]
 Timeout = Annotated[
-    float, typer.Option("--timeout", "--time-out", help="Seconds after which all ranks end.")
+    float,
+    typer.Option("--timeout", "--time-out", min=1, help="Seconds after which all ranks end."),
 ]

@@ -1,8 +1,8 @@
 """Output and endings of commands: tables, text, JSON, one block for an error, an exit code.
 
 There is no box and no line folding, and off a terminal and under NO_COLOR no colour, so that the
-output can be compared and cut (help and errors of usage are typer's own, and boxed). What a
-terminal would obey is written as an escape. A command ends with one of these codes:
+output can be compared and cut (help and errors of usage are typer's own: on a terminal they are in
+boxes). What a terminal would obey is written as an escape. A command ends with one of these codes:
 
     0     it did what it was asked to, and found nothing wrong
     1     what it was asked to judge is bad: a schedule is unsound, a bar is missed, a part broken
@@ -51,7 +51,7 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
         except (typer.Exit, typer.Abort):
             raise
         except InterlaceError as error:
-            _tell(error, bool(kwargs.get("json")))
+            tell_error(error, bool(kwargs.get("json")))
             unsound = isinstance(error, SoundnessError)
             raise typer.Exit(UNSOUND if unsound else FAILED) from None
         except MemoryError:
@@ -64,7 +64,7 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
             raise typer.Exit(0) from None
         except Exception as error:
             if kwargs.get("json"):
-                _tell(error, json=True)
+                tell_error(error, json=True)
             what = "this is a fault of Interlace; report it in an issue, with what you gave and"
             typer.echo(f"internal error: {what}\n{visible(traceback.format_exc())}", err=True)
             raise typer.Exit(INTERNAL) from None
@@ -72,13 +72,17 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
-def _tell(error: Exception, json: bool) -> None:
+def tell_error(error: Exception, json: bool = False) -> None:
     """Says what an error is: on stderr, or as JSON where a script reads stdout."""
     if json:
-        found = {"type": type(error).__name__, "message": str(error)}
-        print_json({"schema": 1, "error": found})
+        print_json(error_json(error))
     else:
         typer.echo(f"error: {type(error).__name__}: {visible(str(error))}", err=True)
+
+
+def error_json(error: Exception) -> dict[str, object]:
+    """The error as JSON."""
+    return {"schema": 1, "error": {"type": type(error).__name__, "message": str(error)}}
 
 
 def visible(text: str) -> str:

@@ -1,6 +1,7 @@
 """The commands on a schedule's text: `opt` runs passes, `show` draws, `simulate` predicts.
 
 $ interlace opt mlp.ilc -p "find_sites,decompose{strategy=peer},schedule" --diff
+$ interlace opt serial.ilc -o lowered.ilc
 $ interlace show mlp.ilc --rank 0        # as rank 0 runs it
 $ interlace show mlp.ilc --html mlp.html # with the predicted timeline
 $ interlace simulate mlp.ilc --calibration mine.json --html mlp.html
@@ -47,7 +48,8 @@ def opt(
         bool, typer.Option("--diff", help="Print what each pass changed, not the whole text.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="Write the last text to this file.")
+        Path | None,
+        typer.Option("-o", "--out", help="Write the last text to this file, and print no text."),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Validate after each pass; the last must be sound.")
@@ -86,7 +88,7 @@ def opt(
         print_json({"schema": 1, "steps": steps})
         return
     before = ""
-    for name, step, text in texts:
+    for name, step, text in texts if diff or out is None else ():
         if step and diff:
             code(_diff(before, text, name, step))
         elif step and text == before:

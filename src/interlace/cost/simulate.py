@@ -28,18 +28,20 @@ from interlace.cost.symmetry import SimulatedRanks
 from interlace.cost.timeline import Interval, Span, Timeline, length, union
 from interlace.errors import SoundnessError
 from interlace.ir import Program
-from interlace.ir.program import together
+from interlace.ir.program import ProgramOrPath, together
 from interlace.ir.sizes import FIXED, deciding
 
 
 def simulate(
-    programs: Program | Sequence[Program], machine: Machine | Literal["cpu", "cuda"] = "cpu"
+    programs: ProgramOrPath | Sequence[ProgramOrPath],
+    machine: Machine | Literal["cpu", "cuda"] = "cpu",
 ) -> Timeline:
     """The predicted timeline of one run, from an idle machine: a calibration (`Machine.load`), or
     the built-in model of a device by its name, `cpu` or `cuda` (an H200 with its NVLink peers).
 
-    Raises OptionError for what is no Program, CalibrationError for another name of a machine, and
-    SoundnessError where the run would not end.
+    The path of a schedule's file stands for the Programs in it. Raises ParseError for a file that
+    cannot be read, OptionError for what is neither a Program nor a path, CalibrationError for
+    another name of a machine, and SoundnessError where the run would not end.
     """
     machine = default_machine(machine) if isinstance(machine, str) else machine
     listed = together(programs, "interlace.simulate")

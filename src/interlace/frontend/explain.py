@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from interlace.frontend.dynamo import name_of
 from interlace.frontend.importing.exchanges import communications
 from interlace.frontend.importing.nodes import location
 from interlace.ir import Program, Site
-from interlace.ir.program import communication_in_words
+from interlace.ir.program import ProgramOrPath, communication_in_words, together
 from interlace.passes import candidates, lower
 from interlace.torch_private.dynamo import OptimizedModule, innermost_fn
 from interlace.trace import Run
@@ -50,19 +51,21 @@ from interlace.trace.figures import site_figures
 
 
 def explain(
-    model: Callable[..., object] | Program, *, why: bool = False, memory: bool = False
+    model: Callable[..., object] | ProgramOrPath, *, why: bool = False, memory: bool = False
 ) -> str:
     """Each communication of a compiled model with its strategy, the reason, the predicted time and
     the measured one where a run was recorded; and the memory that a run takes at most.
 
     `model` is a module or a function that `torch.compile` made or compiled in place, a module with
-    such parts, what `interlace.compile` gave, or a Program. `why=True` leaves only what stays
-    serial, and says what keeps a model from being overlapped where nothing is. `memory=True` adds
-    what is alive at the peak of memory, by module. Without graphs the text says what usually causes
-    that; nothing is raised.
+    such parts, what `interlace.compile` gave, a Program, or the path of a schedule's file.
+    `why=True` leaves only what stays serial, and says what keeps a model from being overlapped
+    where nothing is. `memory=True` adds what is alive at the peak of memory, by module. Without
+    graphs the text says what usually causes that; nothing is raised. Raises ParseError for a file
+    that cannot be read.
     """
-    if isinstance(model, Program):
-        return explain_program(model, why, memory)
+    if isinstance(model, Program | str | os.PathLike):
+        programs = together(model, "interlace.explain")
+        return "\n\n".join(explain_program(program, why, memory) for program in programs)
     graphs, texts = graphs_of(model), list[str]()
     if not graphs:
         return none_of(model)
@@ -76,16 +79,16 @@ def explain(
 
 def report(model: Callable[..., object], path: str | Path) -> Path:
     """Writes one HTML page with the timelines of a compiled model: predicted, and measured where a
-    run was recorded. It takes what `explain` takes, except a Program, and returns the path.
+    run was recorded. It takes what `explain` takes, but no schedules, and returns the path.
 
     What was measured is of the rank that calls it; predictions are of all ranks. On several ranks,
     call it on one, or give each a path of its own.
 
     Raises ExecutorError where there is no schedule to show.
     """
-    if isinstance(model, Program):
+    if isinstance(model, Program | str | os.PathLike):
         raise ExecutorError(
-            "report shows compiled models, and this is a Program: `interlace simulate FILE --html "
+            "report shows compiled models, and this is a schedule: `interlace simulate FILE --html "
             "PAGE` draws it as predicted, `interlace run FILE --html PAGE` as measured"
         )
     graphs = graphs_of(model)

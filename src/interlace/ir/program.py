@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import gc
 import operator
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -258,16 +259,28 @@ class Program:
         return made.replace(sizes=self.sizes.renamed(names)), before
 
 
-def together(programs: Program | Sequence[Program], caller: str) -> list[Program]:
-    """A Program, or a set of them, as a list. Raises OptionError for anything else."""
-    listed: list[object] = [programs] if isinstance(programs, Program | str) else list(programs)
-    for given in listed:
-        if not isinstance(given, Program):
+ProgramOrPath = Program | str | os.PathLike[str]
+"""A Program, or the path of a file that holds one or a set."""
+
+
+def together(programs: ProgramOrPath | Sequence[ProgramOrPath], caller: str) -> list[Program]:
+    """A Program or a set of them, or those of files, as a list. Raises OptionError for anything
+    else, and what `interlace.load_set` raises of a file."""
+    from interlace.ir.text.load import load_set
+
+    one = isinstance(programs, Program | str) or not isinstance(cast("object", programs), Iterable)
+    listed: list[Program] = []
+    for item in [programs] if one else cast("Iterable[object]", programs):
+        if isinstance(item, Program):
+            listed.append(item)
+        elif isinstance(item, str | os.PathLike) and "\n" not in str(cast("object", item)):
+            listed += load_set(cast("str | os.PathLike[str]", item))
+        else:
             raise OptionError(
-                f"{caller} takes Programs, and was given {given!r}: read a file with "
-                f"interlace.load(path), a text with interlace.parse(text)"
+                f"{caller} takes Programs and paths of schedules, and was given {item!r}: read a "
+                "text with interlace.parse(text)"
             )
-    return cast("list[Program]", listed)
+    return listed
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """`check`: whether a set of Programs can go wrong in any order that their ranks allow.
 
->>> report = check(interlace.load("step.ilc"))
+>>> report = check("step.ilc")
 >>> report.sound
 True
 """
@@ -15,7 +15,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
 from interlace.errors import OptionError, ProgramError, SizeError
-from interlace.ir.program import Program, no_collections, together
+from interlace.ir.program import Program, ProgramOrPath, no_collections, together
 from interlace.ir.sizes import FIXED, deciding
 from interlace.ir.types import Others
 from interlace.ir.validate import validate
@@ -42,7 +42,7 @@ FIRST = {"mismatch": 0, "deadlock": 1, "event": 2, "signal": 3, "race": 4}
 
 
 def check(
-    programs: Program | Sequence[Program],
+    programs: ProgramOrPath | Sequence[ProgramOrPath],
     *,
     in_order: bool = False,
     fold: bool = True,
@@ -50,7 +50,8 @@ def check(
 ) -> Report:
     """Checks Programs that run together, over any number of runs in a row that no barrier joins.
 
-    An SPMD Program stands for all of its ranks; a sequence is a set that covers disjoint ranks.
+    An SPMD Program stands for all of its ranks; a sequence is a set that covers disjoint ranks. The
+    path of a schedule's file stands for the Programs in it.
     Of ranks that do the same at their places one is visited, and the report names these teams; if
     anything is found, or ranks cannot be proved alike, all are (semantics.md).
     `in_order` checks the twin that runs all ops of a rank on one stream, in list order. Without
@@ -63,8 +64,9 @@ def check(
 
     Programs are taken to be valid, as `interlace.load` and `interlace.compile` give them: of one
     that breaks a structural rule (`validate`) the report may say anything, or ProgramError is
-    raised. Raises OptionError for what is no Program, such as a path (`interlace.load` reads a
-    file). A schedule that is unsound is no error: see `Report.sound`.
+    raised. Raises ParseError for a file that cannot be read, and OptionError for what is neither a
+    Program nor a path (`interlace.parse` reads a text). A schedule that is unsound is no error: see
+    `Report.sound`.
     """
     if runs is not None:
         raise OptionError(

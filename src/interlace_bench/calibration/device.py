@@ -20,7 +20,8 @@ from interlace_bench.calibration.fit import Sample
 from interlace_bench.links import BenchMemory, sample
 from interlace_bench.race import host_times, step
 from interlace_bench.ranks import Ranks
-from interlace_bench.sites import CACHE, DTYPES, PRESETS
+from interlace_bench.shapes import PRESETS
+from interlace_bench.sites import CACHE, DTYPES
 
 COPIES = tuple(1 << power for power in (16, 20, 28, 29))
 """Bytes. The larger half, which tells a GPU's bandwidth, is beyond any cache of today's."""

@@ -20,14 +20,14 @@ from interlace_bench.links import measured
 from interlace_bench.ranks import Ranks
 from interlace_bench.rows import Row
 from interlace_bench.settings import CalibrationSettings
-from interlace_bench.sites import check_dtypes
+from interlace_bench.shapes import check_dtypes
 
 
 def calibrate_work(settings: CalibrationSettings, ranks: Ranks, tell: Tell) -> Row | None:
     """Measures on every rank, fits a machine and saves it; rank 0, and the first rank of every
     other host, get what there is to calibrate by: ranks whose files differ would choose different
     strategies."""
-    check_dtypes(*settings.dtypes)
+    check_dtypes(settings.dtypes)
     samples, path = measured(settings.links, ranks, tell), Path(settings.file)
     samples += device_samples(ranks, settings.dtypes, tell)
     if not ranks.me:

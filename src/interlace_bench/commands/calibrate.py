@@ -32,6 +32,7 @@ from interlace_bench.settings import (
     World,
     words,
 )
+from interlace_bench.shapes import check_dtypes
 
 if TYPE_CHECKING:
     from interlace.cost import Machine
@@ -60,7 +61,10 @@ def calibrate(
     Under torchrun on several hosts it measures the links inside a host and between hosts, and no
     sites.
     """
-    check_places(out)
+    check_places(out)  # and the options, before torch is imported
+    check_dtypes(words(dtype))
+    OverlapSettings(shapes=shapes, seconds=seconds)
+    InterconnectSettings(most=most)
     from interlace.cost import Machine, default_machine
     from interlace_bench.calibration.work import calibrate_work
     from interlace_bench.ranks import pick_device, run, several_hosts

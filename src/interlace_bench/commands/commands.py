@@ -5,12 +5,12 @@ $ torchrun --nproc-per-node 4 -m interlace bench overlap         # takes torchru
 $ interlace bench overlap --device cpu --preset tiny --dtype f32 --out /tmp/rows
 $ interlace bench interconnect --device cpu --most 1MiB
 $ interlace bench layer --device cpu --only eager,interlace
-$ interlace bench kernels --device cpu --only adam,host --out /tmp/rows
+$ interlace bench kernels --device cpu --only adam,host
 $ interlace bench optimizer --device cpu
 
 Alone, a command starts its ranks as processes and ends them all, whatever happens; under torchrun
-each process is a rank already, and rank 0 alone prints and writes. All benchmarks are rows of one
-table: each has settings (its options), a module that measures, and columns.
+each process is a rank already, and rank 0 alone prints and (with --out) writes. All benchmarks are
+rows of one table: each has settings (its options), a module that measures, and columns.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import typer
 
+from interlace.commands.files import read_machine
 from interlace.commands.output import UNSOUND, command, print_json, say, table
 from interlace.commands.pages import check_places
 from interlace_bench import settings as of
@@ -62,8 +63,7 @@ BENCHMARKS = (
     Benchmark(
         settings=of.OverlapSettings,
         module="overlap",
-        help="Time AG+GEMM, GEMM+RS and GEMM+AR by every strategy and rival, and append rows of "
-        "CSV.",
+        help="Time AG+GEMM, GEMM+RS and GEMM+AR by every strategy and rival.",
         columns="""
         site: {op} {m},{k},{n} {dtype} | strategy: {strategy} | mode: {mode} |
         chosen: {chosen} | median us: {median_us:.1f} | p90 us: {p90_us:.1f} |
@@ -102,8 +102,7 @@ BENCHMARKS = (
     Benchmark(
         settings=of.KernelSettings,
         module="kernels.work",
-        help="Time losses, optimizers, layers and the host against torch and others; append rows "
-        "of CSV.",
+        help="Time losses, optimizers, layers and the host against torch and others.",
         columns="""
         case: {op} {shape} {dtype} {does} | way: {way} |
         median us: {median_us:.1f} | p90 us: {p90_us:.1f} | host us: {host_us:.1f} |
@@ -157,9 +156,11 @@ def command_of(benchmark: Benchmark) -> Callable[..., None]:
 
 def measured(benchmark: Benchmark, settings: of.BenchSettings) -> Report | None:
     """The report; None on other ranks of torchrun than the first."""
+    check_places(settings.path)
+    if (calibration := getattr(settings, "calibration", None)) is not None:
+        read_machine(calibration)  # before torch is imported
     from interlace_bench import ranks
 
-    check_places(settings.path)
     module: Any = importlib.import_module(f"interlace_bench.{benchmark.module}")
     return ranks.run(module.work, settings, getattr(settings, "world", None))
 
@@ -195,7 +196,8 @@ def conclude(benchmark: Benchmark, settings: of.BenchSettings) -> None:
             _show_bars(verdicts)
         elif getattr(settings, "check", False):
             say("\nno bar is for these rows")
-        say(f"\nwrote {settings.path}")
+        if settings.path is not None:
+            say(f"\nwrote {settings.path}")
     if bars.missed(verdicts):
         raise typer.Exit(UNSOUND)
 
@@ -224,6 +226,7 @@ def _show_bars(verdicts: Sequence[BarVerdict]) -> None:
 bench = typer.Typer(
     name="bench",
     no_args_is_help=True,
+    add_completion=False,
     help="Measure links, overlapped sites, layers, kernels and optimizers, here and now.",
 )
 for each in BENCHMARKS:

@@ -21,7 +21,7 @@ from interlace.commands.files import on_mesh, parse_mesh, read_programs
 from interlace.commands.options import Device, Json, Mesh, Timeout
 from interlace.commands.output import UNSOUND, command, print_json, say, table
 from interlace.commands.pages import check_places
-from interlace.errors import InputError, OptionError, TeamError
+from interlace.errors import InputError, TeamError
 
 if TYPE_CHECKING:
     from interlace.ir import Program
@@ -50,7 +50,9 @@ def run(
     seed: Annotated[
         int, typer.Option(min=0, max=MOST_SEED, help="Seed of the inputs that are drawn.")
     ] = 0,
-    runs: Annotated[int, typer.Option(help="Runs that are timed, after two that are not.")] = 20,
+    runs: Annotated[
+        int, typer.Option(min=1, help="Runs that are timed, after two that are not.")
+    ] = 20,
     check_against: Annotated[
         str | None,
         typer.Option(
@@ -80,11 +82,7 @@ def run(
     that of --check-against by more than its type rounds.
     """
     from interlace.verify import check
-    from interlace_bench.ranks import run as run_on_ranks
-    from interlace_bench.schedule import RunSettings, work
 
-    if runs < 1 or timeout <= 0:
-        raise OptionError("give --runs >= 1 and --timeout > 0")
     started = "WORLD_SIZE" in os.environ  # by torchrun
     if started and world is None and mesh is None:
         world = int(os.environ["WORLD_SIZE"])
@@ -105,6 +103,9 @@ def run(
         raise TeamError(f"{file} runs on {len(ranks)} ranks: give torchrun as many processes")
     other = () if check_against in (None, IN_ORDER) else laid_out(_other(file, check_against))
     check_places(html, out)
+    from interlace_bench.ranks import run as run_on_ranks  # and torch
+    from interlace_bench.schedule import RunSettings, work
+
     settings = RunSettings(
         what=str(file),
         device=device,

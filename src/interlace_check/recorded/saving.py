@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from interlace.errors import InterlaceError
-from interlace.torch_private import flight_records, process_groups
 
 Plain = dict[str, Any]
 NUM_FRAMES = 64
@@ -58,6 +57,8 @@ def _groups() -> Plain:
     """The process groups of this rank, as a dump lists them."""
     import torch.distributed as dist
 
+    from interlace.torch_private import process_groups
+
     found: Plain = {}
     for group in process_groups():
         ranks = sorted(dist.get_process_group_ranks(group))
@@ -69,6 +70,8 @@ def _groups() -> Plain:
 def _entries(config: Plain) -> list[Plain]:
     """Records of gloo and NCCL, in order of time; each library counts calls of a group for itself,
     so where both serve one group, gloo's part is a group of its own."""
+    from interlace.torch_private import flight_records
+
     records = flight_records()
     nccl, gloo = (
         json.loads(records.get(library, "{}")).get("entries", []) for library in ("nccl", "gloo")
