@@ -98,7 +98,7 @@ def test_what_stays_says_why() -> None:
     (remark,) = placed.remarks
     assert "the gathered tensor is used otherwise too" in remark.text
     assert remark.site == 1
-    with pytest.raises(PassError, match="auto, before or after"):
+    with pytest.raises(PassError, match="choose from auto, before, after"):
         run_pipeline(found, "place_resharding{position=left}")
 
 

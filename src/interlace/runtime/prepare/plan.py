@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from interlace import ir
 from interlace.comm import Contacts, Demand, Spec, staged_nbytes
-from interlace.errors import ProgramError
+from interlace.errors import ProgramError, UnsupportedError
 from interlace.ir.lifetimes import released_after
 from interlace.ir.ops import MessageEnd
 from interlace.ir.sizes import greatest, number, numbers
@@ -89,7 +89,14 @@ class Plan:
         self._stages: dict[str, int] = {}
         for index, op in enumerate(program.ops):
             self._add(index, op, backend_of)
-        for index, op in program.collectives().items():
+        collectives = program.collectives()
+        for index, op in enumerate(program.ops):
+            if op.ordering().meets is not None and index not in collectives:
+                raise UnsupportedError(
+                    f"op {index} ({type(op).__name__}) meets peers, and nothing says how: add "
+                    "a case to the plan and to the devices' binders"
+                )
+        for index, op in collectives.items():
             self._collective(index, op, backend_of(op.team, op.backend))
         for spot, op in ir.spots(program.ops):
             event = op.ordering().waits
