@@ -114,18 +114,6 @@ def test_a_matmul_that_waits_for_another_takes_the_gathered_tensor_whole(seed: i
     assert_overlaps(made, as_sample(found, seed), seed)
 
 
-def test_rows_that_one_rank_takes_whole_and_another_in_part_are_no_site() -> None:
-    text = """def f(tp: Team[2], x: f32[3, 8], w: f32[8, 5]):
-    rows = table(tp, 6, 4)
-    full = empty(f32[6, 8])
-    main: all_gather(x, full, team=tp)
-    main: call("aten.mm.default", full[0:rows[tp.rank]], w, out=(y := f32[rows[tp.rank], 5]))
-    return y
-"""
-    (site,) = run_pipeline(parse(text), "find_sites").sites
-    assert (site.kind, site.reason) == ("all_gather", "the ranks' rows may differ")
-
-
 def test_a_long_program_takes_no_more_for_each_op() -> None:
     def work(count: int) -> tuple[int, Callable[[], object]]:
         program = chain(count)

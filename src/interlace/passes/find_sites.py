@@ -73,6 +73,19 @@ class Analysis:
         values = Dataflow(program, representatives(program)[0])
         before = dependencies(program, touched=values.touched)
         found = _analyse(values, done, before)
+        # Where no box depends on the rank, the others see the same.
+        for rank in representatives(program)[1:] if values.ranked else ():
+            others = _analyse(Dataflow(program, rank), done, before)
+            found = [
+                one
+                if one == other
+                else FoundSite(
+                    one.collective,
+                    values.collectives[one.collective].kind,
+                    reason="the ranks' rows differ",
+                )
+                for one, other in zip(found, others, strict=True)
+            ]
         return cls(program, values, before, frozenset(done), tuple(found))
 
 
@@ -112,11 +125,8 @@ def _analyse(values: Dataflow, done: Collection[int], before: Before) -> list[Fo
         try:
             if program.team(op.team).size < 2:
                 raise Refused(f"team {op.team} has one rank")
-            values.ranked = False
             site = recognise(values, i, op, taken)
             later: set[int] = set()  # matmuls that need what others of the site make
-            if values.ranked and len(representatives(program)) > 1:
-                raise Refused("the ranks' rows may differ")
             while not fits(without_moves(before, (site,)), blocks, site.ops):
                 if not isinstance(site, GatherSite) or len(site.calls) < 2:
                     raise Refused("its ops cannot run together: others stand between them")

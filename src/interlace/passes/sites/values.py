@@ -36,8 +36,7 @@ class Dataflow(Uses):
             if any(isinstance(dim, TableEntry) for dim in buffer.shape)
         }
         self.ranked = False
-        """True once a box was asked for that may be another one on another rank; who asks about one
-        site sets it back before."""
+        """True once a box was asked for that may be another one on another rank."""
 
     @cached_property
     def names(self) -> Names:
