@@ -201,6 +201,27 @@ def test_signals_stand_beside_what_they_serve() -> None:
             assert op.buffer.name in str(ops[index + 1])
 
 
+def test_a_pipeline_of_two_programs_keeps_its_messages_in_order() -> None:
+    text = """
+def {name}(pipe: Team[[0, 1]], x: f32[4, 4], w: f32[4, 4]):
+    ranks({rank})
+    main: call("aten.mm.default", x, w, out=(a := f32[4, 4]))
+    b = empty(f32[4, 4])
+    {messages}
+    main: call("aten.mm.default", b, w, out=(c := f32[4, 4]))
+    return c, a
+"""
+    first = "main: send(a, peer=1)\n    main: recv(b, peer=1)"
+    second = "main: recv(b, peer=0)\n    main: send(a, peer=0)"
+    pair = [
+        parse(text.format(name="one", rank=0, messages=first)),
+        parse(text.format(name="two", rank=1, messages=second)),
+    ]
+    done = [InsertSync().run(PlanMemory().run(Schedule().run(program))) for program in pair]
+    assert check(done).sound
+    assert check(done, in_order=True).sound
+
+
 ALONE = """
 def f(tp: Team[2], x: f32[4, 8], w: f32[8, 8], v: f32[8, 8]):
     main: call("aten.mm.default", x, w, out=(y := f32[4, 8]))

@@ -20,6 +20,7 @@ from typing import ClassVar, Protocol
 from interlace.cost import Machine
 from interlace.errors import PassError, choose_from
 from interlace.ir import Program, Remark
+from interlace.passes.dependencies import is_frozen
 from interlace.passes.find_sites import Analysis, FoundSite
 from interlace.passes.strategies.choose import Choice, Chooser, timed
 from interlace.passes.strategies.reconsider import reconsidered
@@ -91,8 +92,8 @@ class Decompose:
                 remarks.append(Remark(self.name, choice.remark, number))
         machine = self.machine
         gpu = machine is not None and machine.device == "cuda"
-        # Of named sizes too little is known.
-        if self.amid and machine is not None and not program.sizes.sizes:
+        # Of named sizes, and of ranks of other Programs, too little is known.
+        if self.amid and machine is not None and not (program.sizes.sizes or is_frozen(program)):
             known = reconsidered(analysis, known, machine, self.amid, self._scheduled)
         return written(analysis, known, gpu).remarked(remarks)
 

@@ -2,8 +2,9 @@
 
 An op depends on an earlier one where both touch the same bytes and one writes, on any rank that
 runs the Program. `Alloc` stays before, and `Free` after, every access of the buffer; `HostSync`
-stays where it is. Edges that a chain of others implies may be missing; `Record` and `Wait` count
-for nothing.
+stays where it is. So does all communication of a Program that has teams with ranks of others, and
+that of one rank's own: those lists are not ours to permute. Edges that a chain of others implies
+may be missing; `Record` and `Wait` count for nothing.
 
     >>> dependencies(program)[7]        # the ops that op 7 must follow, as list indices
     (3, 5)
@@ -54,13 +55,8 @@ def dependencies(program: Program, listed: bool = True, touched: Touched | None 
     With `listed`, also those that need only stand before it in the list: they keep the ranks in
     step (an Expect after the Notify of its value), but no stream need wait for them. `touched` are
     the accesses of the ops, where the caller has them. Raises PassError for what strategies never
-    write: one-sided ops and signals of ranks by number, teams with ranks of other Programs.
+    write: one-sided ops and signals of ranks by number.
     """
-    if is_frozen(program):
-        raise PassError(
-            f"{program.name} has teams with ranks of other Programs, whose lists decide what comes "
-            "first. fix: leave such a Program as it is written"
-        )
     edges: Edges = [set() for _ in program.ops]
     touched = touched or touched_by(program)
     overlaps = Overlaps(program, touched)
@@ -69,6 +65,16 @@ def dependencies(program: Program, listed: bool = True, touched: Touched | None 
     order: Edges = edges if listed else [set() for _ in program.ops]  # in the list alone
     _lifetime_edges(program, touched, edges, order)
     _signal_edges(program, overlaps, touched, edges, order)
+    if is_frozen(program):
+        held = symmetric_buffers(program)
+        met = [
+            i
+            for i, (op, (reads, writes)) in enumerate(zip(program.ops, touched, strict=True))
+            if meets_peers(op, held) or any(a.view.buffer in held for a in (*reads, *writes))
+        ]
+        kept = edges if held else order
+        for one, other in pairwise(met):
+            kept[other].add(one)
     return tuple(tuple(sorted(earlier)) for earlier in edges)
 
 
@@ -84,6 +90,14 @@ def followers(before: Sequence[Iterable[int]]) -> Before:
 def symmetric_buffers(program: Program) -> dict[str, Buffer]:
     """The symmetric buffers by name."""
     return {n: b for n, b in program.buffers().items() if b.kind == "symmetric"}
+
+
+def meets_peers(op: Op, symmetric: Mapping[str, Buffer]) -> bool:
+    """True if other ranks wait for this op, or it for them."""
+    ordering = op.ordering()
+    if ordering.takes is not None:
+        return ordering.takes.name in symmetric
+    return ordering.frees in symmetric or ordering.meets_peers
 
 
 def is_frozen(program: Program) -> bool:

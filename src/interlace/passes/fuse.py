@@ -65,6 +65,7 @@ class _Joining:
         self.first, self.last = members[0], members[-1]
         self.stream = self.ops[self.first].stream
         self.parts: list[list[FusedMember]] = []
+        self.before: list[Op] = []
         self.after: list[Op] = []
         self.waits: list[Wait] = []
         self.recorded: set[str] = set()
@@ -86,7 +87,7 @@ class _Joining:
         fused = Fused(parts=parts, kernel=kernel, stream=own.stream, site=own.site, loc=own.loc)
         early = [ops[i] for i in others if i < turn]
         late = [ops[i] for i in others if i >= turn]
-        middle = [*early, *self.waits, fused, *late, *self.after]
+        middle = [*early, *self.before, *self.waits, fused, *late, *self.after]
         return [*ops[:first], *middle, *ops[last + 1 :]]
 
     def _sort(self) -> None:
@@ -111,6 +112,8 @@ class _Joining:
                     self.recorded.add(op.event)
                 case Wait():
                     self.waits.append(op)
+                case _ if ordering.takes:
+                    self.before.append(op)
                 case _ if ordering.raises or ordering.frees is not None:
                     self.after.append(op)
                     inside = False

@@ -25,7 +25,6 @@ from interlace.ir.sizes import MOST, deciding
 from interlace.options import Options
 from interlace.passes.accumulate import Accumulate
 from interlace.passes.decompose import Decompose
-from interlace.passes.dependencies import is_frozen
 from interlace.passes.find_sites import Analysis, FindSites
 from interlace.passes.form_regions import FormRegions
 from interlace.passes.fuse import Fuse
@@ -163,16 +162,12 @@ def lower(
 
     Where messages, signals or one-sided copies are written by hand, the streams that they are on
     may be what keeps ranks from waiting for each other, or an order what nothing else shows. So
-    such a Program is left as it is, and so is one with teams that have ranks of other Programs:
-    those lists are not ours to permute.
+    such a Program is left as it is.
     """
     orders = [op.ordering() for op in program.ops]
     by_hand = any(op.one_sided for op in program.ops)
     if by_hand or any(order.messages or order.raises or order.expects for order in orders):
         text = "left as written: it has messages, signals or one-sided copies by hand"
-        return program.remarked([Remark("lower", text)])
-    if is_frozen(program):
-        text = "left as written: it has teams with ranks of other Programs"
         return program.remarked([Remark("lower", text)])
     made = run_pipeline(program, lowering(options, machine, protocol, chunks))
     pinned = {n: v for n, v in made.sizes.pinned.items() if n not in program.sizes.pinned}

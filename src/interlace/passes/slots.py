@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from interlace.ir import Index, Others, Program, RankIndex
 from interlace.ir.ops import Ordering, SignalLevel
-from interlace.passes.dependencies import orders_all
+from interlace.passes.dependencies import is_frozen, orders_all
 from interlace.passes.fuse import groups
 from interlace.passes.insert_sync import Order
 from interlace.passes.uses import allocs_of
@@ -76,6 +76,8 @@ class SlotPlan:
         self.names: dict[str, str] = {}
         self.handovers: list[Handover] = []
         self._program, self._uses, self._sizes = program, uses, sizes
+        self._alike = not is_frozen(program)
+        """True if all ranks of the teams run this list."""
         self._order = order
         takes = dict[str, dict[int, str]]()
         for name, index in allocs_of(program.ops).items():
@@ -98,8 +100,11 @@ class SlotPlan:
         buffer had, or that which has been idle for longest."""
         nbytes, uses = self._sizes.get(name, 0), self._uses
         idle = [slot for slot in slots if self._last(slot) < index]
-        ahead = ranks.ahead(index, name) if idle else {}
-        ordered = [slot for slot in idle if ranks.ordered(slot.buffer, name, ahead)]
+        if self._alike and idle:
+            ahead = ranks.ahead(index, name)
+            ordered = [slot for slot in idle if ranks.ordered(slot.buffer, name, ahead)]
+        else:
+            ordered = idle
         if ordered:
             slot = min(ordered, key=lambda slot: abs(slot.nbytes - nbytes))
         elif idle and len(slots) >= LIVE:

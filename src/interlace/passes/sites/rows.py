@@ -149,6 +149,19 @@ def seen(buffer: Contents, box: Box, row_bytes: Int = 0) -> Contents:
     return tuple(whole_rows(joined(pieces()), row_bytes)) if row_bytes else join(pieces())
 
 
+def stored(value: Contents, box: Box) -> Contents:
+    """The contents of a buffer in storage order, when `box`, the whole of it, holds `value`."""
+    if box.contiguous:
+        return value
+    placed: list[tuple[Int, ByteRun]] = []
+    position = 0
+    for start, length in box_runs(box):
+        for piece in cut(value, position, length):
+            placed.append((start + piece.start - position, piece))
+        position += length
+    return join(piece for _, piece in sorted(placed, key=lambda item: item[0]))
+
+
 def concatenated(parts: Sequence[tuple[Contents, tuple[Int, ...], int]], dim: int) -> Contents:
     """`cat` of (contents, sizes, bytes of an element) along `dim`."""
     sizes = parts[0][1]

@@ -17,7 +17,7 @@ from interlace.ir.operators import is_kind
 from interlace.ir.overlap import rank_dependent
 from interlace.ir.sizes import Int
 from interlace.ir.types import TableEntry
-from interlace.passes.sites.rows import TOO_FINE, Contents, Refused, concatenated, padded, seen
+from interlace.passes.sites.rows import Contents, Refused, concatenated, padded, seen, stored
 from interlace.passes.strategies.emitter import Names
 from interlace.passes.uses import Uses
 
@@ -114,9 +114,7 @@ class Dataflow(Uses):
 
     def _stored(self, name: str, memory: dict[str, Contents]) -> Contents:
         if name not in memory:
-            if not self.box(View(name)).contiguous:
-                raise Refused(TOO_FINE)
-            memory[name] = self._moved(name, memory)
+            memory[name] = stored(self._moved(name, memory), self.box(View(name)))
         return memory[name]
 
     def _seen(self, view: View, memory: dict[str, Contents]) -> Contents:

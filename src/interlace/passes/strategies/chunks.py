@@ -68,6 +68,11 @@ class RowBlock:
         counts = (stacks * (stop - start),) * emitter.size
         return cls(stacks, height, Slice(0, start, stop), counts, 0)
 
+    @property
+    def empty(self) -> bool:
+        """True if there are no such rows on any rank."""
+        return isinstance(self.index, int) and not self.counts[self.index]
+
     def of(self, matrix: View, width: Int) -> ChunkPlace:
         """These rows of a full matrix, given with two dimensions."""
         if self.stacks == 1:
@@ -138,6 +143,8 @@ class Compute:
 
     def matmul(self, op: Call, lhs: ChunkPlace, out: ChunkPlace, pick: RowBlock) -> None:
         """The rows that `pick` names of a matmul's result, from `lhs` into `out`."""
+        if pick.empty:
+            return
         spec = matmul_of(op.fn)
         assert spec is not None
         if spec.batched:
@@ -160,6 +167,8 @@ class Compute:
 
         if pick.stacks == 1:
             call(lhs.rows, out.rows, lambda view: view)
+        elif lhs.flat is not None and out.flat is not None and not cut_args:
+            call(lhs.flat, out.flat, lambda view: view, pick.stacks)
         elif cut_args or min(pick.counts) >= DIRECT_ROWS * pick.stacks:
             for i in range(pick.stacks):
                 stack = _select(i)
@@ -218,6 +227,8 @@ class Compute:
 
     def cone(self, cone: Cone, pick: RowBlock, target: ChunkPlace) -> None:
         """The rows that `pick` names of the cone's value, into `target`."""
+        if pick.empty:
+            return
         places: dict[str, ChunkPlace] = {}
         for i in cone.ops:
             op = self.values.calls[i]

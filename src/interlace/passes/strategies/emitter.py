@@ -144,6 +144,8 @@ class Emitter:
 
     def dim(self, values: Sequence[Int], index: Index) -> Dim:
         """`values[index]`: a number where all ranks agree, else an entry of a table."""
+        if isinstance(index, int):
+            return values[index]
         if len(set(values)) == 1:
             return values[0]
         return TableEntry(self.names.table(self.team.name, values), index)
