@@ -52,7 +52,7 @@ def f(a: f32[64], b: f32[64]):
     main: copy(b, dw)
     return early, dx, dw
 """)
-    sizes = dict.fromkeys(("early", "dx", "dw"), UNIT)
+    sizes: dict[str, int] = dict.fromkeys(("early", "dx", "dw"), UNIT)
     assert homes_in(program, sizes, {"a": Span(7, 0, UNIT)}) == {"dw": Span(7, 0, UNIT)}
 
 

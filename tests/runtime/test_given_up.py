@@ -84,7 +84,7 @@ def backward_deaths(strategy: str, layers: int) -> tuple[list[str], list[str]]:
     freed, died, during = list[str](), list[str](), list[str]()
     run = Bound.run
 
-    def noted(self: Bound, args: list[Any], *rest: Any) -> list[Any]:
+    def noted(self: Bound, args: list[Any], *rest: Any) -> list[Any] | None:
         if self.kind == "backward":
             freed[:] = [op.buffer for op in self.program.ops if isinstance(op, Free)]
             params = [buffer.name for buffer in self.program.params]

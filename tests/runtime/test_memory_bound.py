@@ -89,7 +89,7 @@ def layers_compared(layers: int) -> list[tuple[str, int, int]]:
     taken: dict[str, tuple[Bound, list[torch.Tensor]]] = {}
     run = Bound.run
 
-    def noted(self: Bound, args: Any, *rest: Any) -> list[Any]:
+    def noted(self: Bound, args: Any, *rest: Any) -> list[Any] | None:
         taken[self.kind] = self, [args[place].clone() for place in self.imported.inputs]
         return run(self, args, *rest)
 

@@ -131,7 +131,7 @@ class _Joining:
         """The kernel that takes the others' rows in as many ranges as the parts."""
         levels = (member.ordering().expects for part in self.parts for member in part)
         awaited = [self.program.team(level.team).size - 1 for level in levels if level is not None]
-        others = max(awaited, default=1)  # without any, no kernel fits in any case
+        others = max(awaited, default=1)
         return FusedKernel(kind="gather_matmul", pieces=max(1, (len(self.parts) - 1) // others))
 
     def _scatter(self, buffers: Mapping[str, Buffer]) -> FusedKernel:
@@ -139,7 +139,7 @@ class _Joining:
         filled = [op.outs[0].buffer for part in self.parts for op in part if isinstance(op, Call)]
         slots = buffers[filled[-1]]
         if slots.team is None:
-            raise AssertionError("a reduction ends with the rank's own rows, in their slot")
+            raise self._refused("the last of them does not fill a slot of the rank's own rows")
         own = filled.count(slots.name)
         pieces = (len(filled) - own) // (self.program.team(slots.team).size - 1)
         slabs = filled.index(slots.name) < len(filled) - own

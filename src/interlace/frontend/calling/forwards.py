@@ -69,5 +69,6 @@ class Forwards:
 
     def _key(self, saved: Sequence[object]) -> frozenset[StorageWeakRef]:
         """The storages of plain tensors among those that tell one pass from another."""
-        plain = [v for v in saved if type(v) is torch.Tensor or type(v) is Parameter]
-        return frozenset([StorageWeakRef(tensor.untyped_storage()) for tensor in plain[self.marks]])
+        tensors = [v for v in saved if isinstance(v, torch.Tensor)][self.marks]
+        plain = [v for v in tensors if type(v) is torch.Tensor or type(v) is Parameter]
+        return frozenset([StorageWeakRef(tensor.untyped_storage()) for tensor in plain])
