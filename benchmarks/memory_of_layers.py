@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ def rank_main(rank: int, way: str, form: str, given: argparse.Namespace) -> None
     from torch.distributed.tensor import DTensor
 
     import interlace
+    from interlace.float8 import Recipe
     from interlace.frontend import backend
     from interlace_bench.layers import models
 
@@ -91,11 +92,11 @@ def rank_main(rank: int, way: str, form: str, given: argparse.Namespace) -> None
     model, parameters = models.in_form(layers, form), list(layers.parameters())
     if way == "fp8":
         shards = models.shards_of(layers)
-        maps = models.Overlapped(mesh.get_group(), options, interlace.float8.Recipe())
+        maps = models.Overlapped(mesh.get_group(), options, Recipe())
         model = models.in_form(models.on_shards(shards, layers, dims, world, maps), form)
         parameters = list(shards.values())
     how = {**WAYS[way], **({"backend": backend, "options": options} if not alone else {})}
-    compiled: Callable[[Any], Any] = functools.partial(torch.compile, dynamic=False, **how)
+    compiled: Any = functools.partial(torch.compile, dynamic=False, **how)
     run = model.mapped(compiled) if form.startswith("blocks") else compiled(model)
 
     def step() -> None:
@@ -183,7 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.rank is not None:
-        rank_main(int(given.rank[0]), *given.rank[1:], given)
+        rank, way, form = given.rank
+        rank_main(int(rank), way, form, given)
         return 0
     where, failed = facts(given.device, given.commit), 0
     for form in given.forms:
