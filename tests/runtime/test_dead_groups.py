@@ -81,9 +81,11 @@ def executors() -> None:
 
 
 def compiled(by_torch: bool) -> None:
-    """Compiled modules, and styles."""
+    """Compiled modules, and styles. The axis has a name of its own: DTensor goes on with the group
+    of an equal mesh that it met before in this process."""
     group: Any = dist.new_group([0, 1])
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    axis = "by_torch" if by_torch else "by_us"
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(axis,))
     sharded = parallelize_module(mlp(), mesh, PLAN)
     if by_torch:
         call: Any = torch.compile(sharded, backend="interlace", options={"timeout_s": 20})

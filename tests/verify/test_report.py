@@ -11,7 +11,7 @@ from tests.verify.schedules import text_of, without
 from tests.verify.test_faults import FAULTS
 
 from interlace.cost import simulate
-from interlace.errors import InterlaceError, OptionError, SoundnessError
+from interlace.errors import InterlaceError, OptionError, ParseError, SoundnessError
 from interlace.ir import parse
 from interlace.verify import KINDS, SCHEMA, check
 
@@ -31,10 +31,17 @@ same bytes of y (the same on ranks 0, 1)
   fix: before line 4 add `comm: wait(e)`"""
 
 
-@pytest.mark.parametrize("given", ["ring.ilc", ["ring.ilc"], [None]], ids=str)
-def test_what_is_no_program_is_refused(given: Any) -> None:
+@pytest.mark.parametrize("given", ["ring.ilc", ["ring.ilc"]], ids=str)
+def test_a_path_that_is_not_there_is_told(given: Any) -> None:
     for checked in (check, simulate):
-        with pytest.raises(OptionError, match=r"interlace\.load\(path\)"):
+        with pytest.raises(ParseError, match=r"cannot read ring\.ilc: No such file"):
+            checked(given)
+
+
+@pytest.mark.parametrize("given", [[None], 3], ids=str)
+def test_what_is_neither_a_program_nor_a_path_is_refused(given: Any) -> None:
+    for checked in (check, simulate):
+        with pytest.raises(OptionError, match=r"takes Programs and paths of schedules"):
             checked(given)
 
 
