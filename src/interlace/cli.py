@@ -93,7 +93,7 @@ GONE = {
 """Commands and options that went, and their replacement: for one release."""
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """Commands whose first sentences are whole, and under their headings, where help is plain."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -105,7 +105,7 @@ class Group(TyperGroup):
                 formatter.write_dl([*zip((each.name for each in listed), starts, strict=True)])
 
 
-class Commands(Group):
+class Commands(CommandGroup):
     """The group of all commands, which imports each when it is asked for."""
 
     def __init__(self, **settings: Any) -> None:
@@ -145,7 +145,7 @@ class Commands(Group):
                 ),
             )
             app.command(cmd_name, no_args_is_help=False)(function)
-        app.rich_markup_mode, app.info.cls = BOXES, Group
+        app.rich_markup_mode, app.info.cls = BOXES, CommandGroup
         command: Any = typer.main.get_command(app)
         for each in (command, *getattr(command, "commands", {}).values()):
             untyped(each.get_params(ctx))

@@ -38,7 +38,7 @@ from interlace.runtime import Executor
 from interlace_bench.calibration.fit import Sample
 from interlace_bench.race import (
     Opened,
-    Plan,
+    RacePlan,
     Variant,
     benchmark,
     close,
@@ -323,7 +323,7 @@ def _collective(ranks: Ranks, backend: str, kind: str, size: int) -> Sample:
 
 
 @benchmark
-def work(settings: InterconnectSettings, ranks: Ranks, tell: Tell) -> Plan:
+def work(settings: InterconnectSettings, ranks: Ranks, tell: Tell) -> RacePlan:
     """All of it, as one case."""
 
     def shown(rows: list[Row]) -> list[Row]:
@@ -333,4 +333,4 @@ def work(settings: InterconnectSettings, ranks: Ranks, tell: Tell) -> Plan:
     def rows(seconds: float) -> list[Row]:
         return [each.row for each in measured(settings, ranks, tell)]
 
-    return Plan(cases={"links": rows}, headline=f", {ranks.size} ranks", shown=shown)
+    return RacePlan(cases={"links": rows}, headline=f", {ranks.size} ranks", shown=shown)

@@ -35,7 +35,7 @@ from interlace_bench.kernels.case import needed, relative
 from interlace_bench.layers.models import LayerDims
 from interlace_bench.race import (
     Opened,
-    Plan,
+    RacePlan,
     Racer,
     Variant,
     also,
@@ -296,7 +296,7 @@ def _stepped(module: nn.Module, *optimizers: torch.optim.Optimizer) -> ModelUnde
 
 
 @benchmark
-def work(settings: OptimizerSettings, ranks: Ranks, tell: Tell) -> Plan:
+def work(settings: OptimizerSettings, ranks: Ranks, tell: Tell) -> RacePlan:
     """All variants, in one race."""
     trained = OptimizerVariants(settings, ranks)
     size = trained.size
@@ -311,7 +311,7 @@ def work(settings: OptimizerSettings, ranks: Ranks, tell: Tell) -> Plan:
         return _rows(trained, racers)
 
     said = f"{trained.model} x {size.layers}, {size.batch} x {size.sequence} tokens in {size.dtype}"
-    return Plan(cases={"steps": measure}, headline=f", {ranks.size} ranks, {said}; in ms")
+    return RacePlan(cases={"steps": measure}, headline=f", {ranks.size} ranks, {said}; in ms")
 
 
 def _rows(trained: OptimizerVariants, racers: dict[str, Racer]) -> list[Row]:

@@ -23,7 +23,7 @@ from interlace.runtime.machine import machine_for
 from interlace_bench.candidates import ours, rivals, whole_gemms
 from interlace_bench.links import ROOF_SIZES, best_copy
 from interlace_bench.race import (
-    Plan,
+    RacePlan,
     Racer,
     Variant,
     benchmark,
@@ -45,7 +45,7 @@ MARGIN_S = 0.25
 
 
 @benchmark
-def work(settings: OverlapSettings, ranks: Ranks, tell: Tell) -> Plan:
+def work(settings: OverlapSettings, ranks: Ranks, tell: Tell) -> RacePlan:
     """All cases."""
     # The largest last: what small ones leave of their time is theirs, whose noise is the greatest.
     cases = sorted(cases_of(settings.preset, settings.shapes, words(settings.dtype)), key=_work)
@@ -62,7 +62,7 @@ def work(settings: OverlapSettings, ranks: Ranks, tell: Tell) -> Plan:
     said = f", roof of a copy {bandwidth / 1e9:.1f} GB/s"
     if roof is not None:
         said += f" ({roof.kind} {roof.protocol} {roof.pattern} {roof.nbytes >> 20}M)"
-    return Plan(
+    return RacePlan(
         cases={str(case): functools.partial(measure, case) for case in cases},
         seconds=settings.seconds,
         facts={"calibrated": "yes" if machine.host or settings.calibration else "no"},

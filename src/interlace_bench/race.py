@@ -200,7 +200,7 @@ def run_race(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RacePlan:
     """The cases of a benchmark on these ranks, and what their report says."""
 
     cases: Mapping[str, Callable[[float], list[Row]]]
@@ -216,7 +216,7 @@ class Plan:
     """Picks the rows that people see."""
 
 
-def benchmark(plan_of: Callable[[Any, Ranks, Tell], Plan]) -> Work:
+def benchmark(plan_of: Callable[[Any, Ranks, Tell], RacePlan]) -> Work:
     """Measures the cases of a plan, one after another, and tells their rows as they come; rank 0
     gets the report."""
 

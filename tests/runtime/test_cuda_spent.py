@@ -7,7 +7,7 @@ import random
 import torch
 
 from interlace.ir import parse
-from interlace.runtime.cuda.graphs.spent import Span, homes_in, is_handed, note_handed
+from interlace.runtime.cuda.graphs.spent import ByteRange, homes_in, is_handed, note_handed
 
 UNIT = 256
 
@@ -29,12 +29,12 @@ def f(a: f32[64], b: f32[64], c: f32[64], d: f32[64]):
     return early, large, small, last
 """)
     sizes = {"early": UNIT, "large": 2 * UNIT, "small": UNIT, "last": 2 * UNIT}
-    spent = {name: Span(7, UNIT * i, UNIT * (i + 1)) for i, name in enumerate("acbd")}
-    assert homes_in(program, sizes, spent) == {"large": Span(7, 0, 2 * UNIT)}
-    spent["d"] = Span(8, 0, UNIT)
-    apart = {**spent, "c": Span(8, UNIT, 2 * UNIT)}
+    spent = {name: ByteRange(7, UNIT * i, UNIT * (i + 1)) for i, name in enumerate("acbd")}
+    assert homes_in(program, sizes, spent) == {"large": ByteRange(7, 0, 2 * UNIT)}
+    spent["d"] = ByteRange(8, 0, UNIT)
+    apart = {**spent, "c": ByteRange(8, UNIT, 2 * UNIT)}
     found = homes_in(program, sizes, apart)
-    assert found["small"] in (Span(7, 0, UNIT), Span(8, UNIT, 2 * UNIT))
+    assert found["small"] in (ByteRange(7, 0, UNIT), ByteRange(8, UNIT, 2 * UNIT))
     assert "large" not in found, "no storage has so much in one piece"
 
 
@@ -53,7 +53,7 @@ def f(a: f32[64], b: f32[64]):
     return early, dx, dw
 """)
     sizes: dict[str, int] = dict.fromkeys(("early", "dx", "dw"), UNIT)
-    assert homes_in(program, sizes, {"a": Span(7, 0, UNIT)}) == {"dw": Span(7, 0, UNIT)}
+    assert homes_in(program, sizes, {"a": ByteRange(7, 0, UNIT)}) == {"dw": ByteRange(7, 0, UNIT)}
 
 
 def test_no_byte_is_used_that_is_not_free(seed: int) -> None:
@@ -66,7 +66,7 @@ def test_no_byte_is_used_that_is_not_free(seed: int) -> None:
         spans = {}
         for name in inputs:
             start = drawn.randrange(3000)
-            spans[name] = Span(drawn.randrange(2), start, start + drawn.randint(1, 1500))
+            spans[name] = ByteRange(drawn.randrange(2), start, start + drawn.randint(1, 1500))
         steps = [f"free({name})" for name in inputs if drawn.random() < 0.8]
         results = {f"y{i}": drawn.randint(1, 5) * UNIT for i in range(drawn.randint(1, 6))}
         steps += [f"zero {name}" for name in results]
@@ -101,7 +101,7 @@ def test_no_byte_is_used_that_is_not_free(seed: int) -> None:
     assert placed > 20
 
 
-def bytes_of(span: Span) -> set[tuple[int, int]]:
+def bytes_of(span: ByteRange) -> set[tuple[int, int]]:
     return {(span.storage, byte) for byte in range(span.start, span.stop)}
 
 
@@ -119,6 +119,6 @@ def test_memory_is_known_as_handed_for_as_long_as_it_lives() -> None:
 def test_the_bytes_of_a_tensor() -> None:
     tensor = torch.empty(10, 10, dtype=torch.float64)
     storage = tensor.untyped_storage().data_ptr()
-    assert Span.of(tensor[2:4, 1:3]) == Span(storage, 8 * 21, 8 * 33)
-    assert Span.of(tensor.t()) == Span(storage, 0, 800)
-    assert Span.of(tensor[:0]) == Span(storage, 0, 0)
+    assert ByteRange.of(tensor[2:4, 1:3]) == ByteRange(storage, 8 * 21, 8 * 33)
+    assert ByteRange.of(tensor.t()) == ByteRange(storage, 0, 800)
+    assert ByteRange.of(tensor[:0]) == ByteRange(storage, 0, 0)

@@ -18,7 +18,7 @@ from interlace_bench.kernels.grouped import grouped_cases
 from interlace_bench.kernels.host import host_cases, team_cases
 from interlace_bench.kernels.losses import cross_entropy_cases, linear_cases
 from interlace_bench.kernels.muon import muon_cases
-from interlace_bench.race import Plan, benchmark
+from interlace_bench.race import RacePlan, benchmark
 from interlace_bench.ranks import Ranks
 from interlace_bench.rows import Row
 from interlace_bench.settings import KERNELS, KernelSettings
@@ -45,7 +45,7 @@ def cases_of(settings: KernelSettings, device: torch.device) -> list[KernelCase]
 
 
 @benchmark
-def work(settings: KernelSettings, ranks: Ranks, tell: Tell) -> Plan:
+def work(settings: KernelSettings, ranks: Ranks, tell: Tell) -> RacePlan:
     """Every case, and of a team what its host takes."""
     torch.manual_seed(0)
 
@@ -57,7 +57,7 @@ def work(settings: KernelSettings, ranks: Ranks, tell: Tell) -> Plan:
     cases = cases_of(settings, ranks.device)
     if "host" in settings.names and ranks.size > 1:
         cases += team_cases(ranks)
-    return Plan(
+    return RacePlan(
         cases={str(case): functools.partial(timed, case) for case in cases},
         seconds=settings.seconds,
         most_s=MOST_S,

@@ -33,7 +33,7 @@ from interlace.launch import Tell
 from interlace_bench.layers.models import LayerDims, parallelized
 from interlace_bench.race import (
     Opened,
-    Plan,
+    RacePlan,
     Racer,
     Variant,
     benchmark,
@@ -138,7 +138,7 @@ def compiled(
 
 
 @benchmark
-def work(settings: LayerSettings, ranks: Ranks, tell: Tell) -> Plan:
+def work(settings: LayerSettings, ranks: Ranks, tell: Tell) -> RacePlan:
     """Both steps."""
     small = not ranks.cuda if settings.small is None else settings.small
     sizes = SMALL if small else StepSizes()
@@ -152,7 +152,7 @@ def work(settings: LayerSettings, ranks: Ranks, tell: Tell) -> Plan:
         torch.compiler.reset()  # with it go graphs that hold collectives: NCCL would wait for them
         return found
 
-    return Plan(
+    return RacePlan(
         cases={step: functools.partial(measure, step) for step in ("prefill", "decode")},
         seconds=settings.seconds,
         facts={"world": ranks.size},

@@ -54,7 +54,7 @@ from interlace_bench.layers.models import (
 from interlace_bench.links import assert_no_multicast, enable_symmetric_memory
 from interlace_bench.race import (
     Opened,
-    Plan,
+    RacePlan,
     Racer,
     Variant,
     benchmark,
@@ -131,7 +131,7 @@ def rows_of(settings: TransformerSettings, world: int, times: Mapping[str, Stage
 
 
 @benchmark
-def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> Plan:
+def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> RacePlan:
     """Each number of layers in each form."""
 
     def measure(case: TransformerSettings, share: float) -> list[Row]:
@@ -140,7 +140,7 @@ def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> Plan:
         return found
 
     what = f"{settings.model} x {settings.layers}, {settings.batch} x {settings.sequence} tokens"
-    return Plan(
+    return RacePlan(
         cases={f"{c.layers} {c.forms}": functools.partial(measure, c) for c in settings.cases},
         facts={"how": "measured", "world": ranks.size},
         headline=f", {ranks.size} ranks, {what} in {settings.dtype}; in ms",

@@ -43,7 +43,7 @@ from interlace.ir.operators import facts_of
 from interlace.ir.ops import Arg
 from interlace.ir.sizes import greatest
 from interlace.runtime.calling.calls import Outputs
-from interlace.runtime.cuda.graphs.spent import Span, homes_in, is_handed, note_handed
+from interlace.runtime.cuda.graphs.spent import ByteRange, homes_in, is_handed, note_handed
 from interlace.runtime.engine import EngineContext
 from interlace.runtime.values import DTYPES, at, copier, derive, maker, new_storage, once, whole
 from interlace.torch_private import storage_behind, storage_use_count
@@ -184,12 +184,12 @@ class GraphPair:
         spent = self._context.graph_use.spent
         of_name = {name: i for name, i in self._numbers.items() if name in spent}
         donors = [i for i in of_name.values() if i in self._still and is_handed(given[i])]
-        spans = {name: Span.of(given[i]) for name, i in of_name.items() if i in donors}
+        spans = {name: ByteRange.of(given[i]) for name, i in of_name.items() if i in donors}
         sizes = {name: greatest(box.hull[1]) for name, box in boxes.items() if name not in crossing}
         homes = dict[str, torch.Tensor]()
         for name, home in homes_in(self._context.plan.program, sizes, spans).items():
             box = boxes[name]
-            mine = [i for i in donors if Span.of(given[i]).storage == home.storage]
+            mine = [i for i in donors if ByteRange.of(given[i]).storage == home.storage]
             i = min(mine, key=lambda i: given[i].dtype != DTYPES[box.dtype])
             storage = given[i].untyped_storage()
             self._spent[name], self._donors[i] = (i, home.start), (home.storage, storage.nbytes())

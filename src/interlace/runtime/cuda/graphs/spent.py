@@ -1,7 +1,7 @@
 """Memory of what forward saved, for the results of the backward that frees it.
 
     note_handed(storage)                        # in the graphs of a forward
-    homes = homes_in(program, sizes, spent)     # {"dw": Span(storage=.., start=4096, stop=..)}
+    homes = homes_in(program, sizes, spent)     # {"dw": ByteRange(storage=.., start=4096, stop=..)}
 
 Note [Memory of what was saved]
     Gradients are as large as the parameters, and by the time that the last of them are computed
@@ -52,7 +52,7 @@ def note_handed(storage: torch.UntypedStorage) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ByteRange:
     """Bytes of a storage, which its address names."""
 
     storage: int
@@ -60,7 +60,7 @@ class Span:
     stop: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Span:
+    def of(cls, tensor: torch.Tensor) -> ByteRange:
         """The bytes from a tensor's first element to the end of its last."""
         storage = tensor.untyped_storage().data_ptr()
         steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -68,25 +68,25 @@ class Span:
         start = tensor.data_ptr() - storage if numel else 0
         return cls(storage, start, start + numel * tensor.itemsize)
 
-    def without(self, other: Span) -> list[Span]:
+    def without(self, other: ByteRange) -> list[ByteRange]:
         """The parts that the other one does not cover."""
         if other.storage != self.storage or other.stop <= self.start or self.stop <= other.start:
             return [self]
         parts = ((self.start, other.start), (other.stop, self.stop))
-        return [Span(self.storage, start, stop) for start, stop in parts if start < stop]
+        return [ByteRange(self.storage, start, stop) for start, stop in parts if start < stop]
 
 
 def homes_in(
-    program: Program, sizes: Mapping[str, int], spent: Mapping[str, Span]
-) -> dict[str, Span]:
+    program: Program, sizes: Mapping[str, int], spent: Mapping[str, ByteRange]
+) -> dict[str, ByteRange]:
     """Places of results (bytes by name) in the memory of inputs: Note [Memory of what was saved].
     Those that fit nowhere are left out."""
     writers: dict[str, set[str]] = {}
     for op in program.ops:
         for access in op.writes():
             writers.setdefault(access.view.buffer, set()).add(op.stream)
-    streams, homes = dict[str, str](), dict[str, Span]()
-    free: dict[str, list[Span]] = {}
+    streams, homes = dict[str, str](), dict[str, ByteRange]()
+    free: dict[str, list[ByteRange]] = {}
     for op in program.ops:
         gaps = free.setdefault(op.stream, [])
         freed = op.ordering().frees
@@ -100,23 +100,23 @@ def homes_in(
             fitting = [gap for gap in gaps if aligned(gap.start) + size <= gap.stop]
             if size and alone and fitting:
                 gap = min(fitting, key=lambda gap: gap.stop - gap.start)
-                home = Span(gap.storage, aligned(gap.start), aligned(gap.start) + size)
+                home = ByteRange(gap.storage, aligned(gap.start), aligned(gap.start) + size)
                 homes[buffer.name], gaps[:] = home, _without(gaps, [home])
     return homes
 
 
-def _without(spans: Sequence[Span], others: Iterable[Span]) -> list[Span]:
+def _without(spans: Sequence[ByteRange], others: Iterable[ByteRange]) -> list[ByteRange]:
     parts = list(spans)
     for other in others:
         parts = [rest for part in parts for rest in part.without(other)]
     return parts
 
 
-def _joined(spans: Iterable[Span]) -> list[Span]:
+def _joined(spans: Iterable[ByteRange]) -> list[ByteRange]:
     """The same bytes in as few spans as there can be."""
-    joined: list[Span] = []
+    joined: list[ByteRange] = []
     for span in sorted(spans, key=lambda span: (span.storage, span.start)):
         if joined and (joined[-1].storage, joined[-1].stop) == (span.storage, span.start):
-            span = Span(span.storage, joined.pop().start, span.stop)
+            span = ByteRange(span.storage, joined.pop().start, span.stop)
         joined.append(span)
     return joined
