@@ -138,14 +138,22 @@ class CompiledGraph:
         return self._call(args) if self.observer is None else self.observer(self._call, args)
 
     def _call(self, args: Boxed) -> Sequence[object]:
-        last = self._shelf.last
+        last, backward = self._shelf.last, self.kind == "backward"
         if last is None or (self.setting.places.traced and self.unscheduled):
             return self._call_anew(args)
         (others, facts), bound, at = last
         if others and signature([args[place] for place in others]) != facts:
             return self._call_anew(args)
-        results = self._run_bound(bound, args, at, as_before=True)
-        return self._call_anew(args) if results is None else results
+        origin = self.setting.forwards.origin(args) if backward else None
+        # A CUDA graph writes its results where freed inputs lay, whoever still refers to them.
+        boxed = backward and not (self.setting.options.graph and keeps_graph())
+        results = bound.run(args, at, origin, boxed, True)
+        if results is None:
+            return self._call_anew(args)
+        if self.kind == "forward":
+            self.setting.forwards.note(results)
+        args.clear()
+        return results
 
     def _call_anew(self, args: Boxed) -> Sequence[object]:
         """A call that differs from the one before in what the Program depends on: sizes, strides,
@@ -162,25 +170,15 @@ class CompiledGraph:
         taken, at = {*bound.imported.inputs}, bound.at(symbols)
         known = [isinstance(arg, torch.Tensor | bool | int | float) for arg in args]
         others = [place for place, is_known in enumerate(known) if is_known and place not in taken]
-        facts = signature([args[place] for place in others])
-        results = self._run_bound(bound, args, at, as_before=False)
+        facts, backward = signature([args[place] for place in others]), self.kind == "backward"
+        origin = self.setting.forwards.origin(args) if backward else None
+        boxed = backward and not (self.setting.options.graph and keeps_graph())
+        results = bound.run(args, at, origin, boxed)
         assert results is not None
         self._shelf.last = (others, facts), bound, at
-        return results
-
-    def _run_bound(
-        self, bound: Bound, args: Boxed, at: tuple[int, ...] | None, *, as_before: bool
-    ) -> Sequence[object] | None:
-        """`Bound.run`, which empties `args`; None, and nothing is done, where that gives None."""
-        forwards, backward = self.setting.forwards, self.kind == "backward"
-        origin = forwards.origin(args) if backward else None
-        # A CUDA graph writes its results where freed inputs lay, whoever still refers to them.
-        boxed = backward and not (self.setting.options.graph and keeps_graph())
-        results = bound.run(args, at, origin, boxed, as_before)
-        if results is not None:
-            if self.kind == "forward":
-                forwards.note(results)
-            args.clear()
+        if self.kind == "forward":
+            self.setting.forwards.note(results)
+        args.clear()
         return results
 
     @property
