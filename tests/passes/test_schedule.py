@@ -238,3 +238,26 @@ def test_a_collective_with_nothing_to_run_under_it_needs_no_event(after: str, st
     (reduced,) = (op for op in made.ops if isinstance(op, Collective))
     assert reduced.stream == stream
     assert (made.streams() == ("main",)) == (stream == "main")
+
+
+CASTS = """
+def casts(tp: Team[RANKS], dy: f8e5m2[512, 512], w: bf16[512, 512], v: bf16[512, 512],
+          u: bf16[512, 512], a: f32[16], b: f32[16], c: f32[16]):
+    full = empty(f8e5m2[ROWS, 512])
+    main: all_gather(dy, full, team=tp)
+    main: call("interlace.float8_across.default", w, a, True, 1e-37, f8e4m3, out=(cw := f8e4m3[512, 512]))
+    main: call("interlace.float8_mm.default", full, cw.permute(1, 0), 1, None, False, bf16, out=(d := bf16[ROWS, 512]))
+    main: call("interlace.float8_across.default", v, b, True, 1e-37, f8e4m3, out=(cv := f8e4m3[512, 512]))
+    main: call("interlace.float8_mm.default", full, cv.permute(1, 0), 1, None, False, bf16, out=(e := bf16[ROWS, 512]))
+    main: call("interlace.float8_across.default", u, c, True, 1e-37, f8e4m3, out=(cu := f8e4m3[512, 512]))
+    main: call("interlace.float8_mm.default", full, cu.permute(1, 0), 1, None, False, bf16, out=(f := bf16[ROWS, 512]))
+    return d, e, f
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(("ranks", "early"), [(2, 1), (3, 2), (4, 3)])
+def test_no_more_weights_are_cast_under_a_gather_than_it_hides(ranks: int, early: int) -> None:
+    """A cast takes 1 / (ranks - 1) of a gather; made earlier, its result waits in memory."""
+    text = CASTS.replace("RANKS", str(ranks)).replace("ROWS", str(512 * ranks))
+    calls = [op.fn for op in Schedule().run(parse(text)).ops if isinstance(op, Call)]
+    assert calls.index("interlace.float8_mm.default") == early

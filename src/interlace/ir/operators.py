@@ -246,6 +246,11 @@ def is_heavy(fn: str) -> bool:
     return base in MATMUL_NAMES or base == "convolution" or "attention" in base
 
 
+def is_weight_cast(fn: str) -> bool:
+    """True if a call casts a whole weight into FP8 for the gradient of its layer's input."""
+    return base_of(fn) == "float8_across"
+
+
 def by_data(fn: str) -> str:
     """Words added to the refusal of an operator whose rows are decided by data; else empty."""
     rows = (row for name, row in BY_NAME.items() if fn.startswith(name))

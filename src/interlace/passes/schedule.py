@@ -11,6 +11,8 @@ communication (the gradient of the input before the gradient of the weight).
 Note [Weights]
     All ranks must decide alike, also where their sizes differ. So a matmul or an attention weighs
     as much as a whole communication, the chunks of a site share that, and the rest weighs little.
+    The cast of a weight's shard into FP8 takes about 1 / (ranks - 1) as long as a gather: casts that
+    a gather does not hide are made right before their matmuls, since their results wait in memory.
     The machine's real speeds decide between strategies, in `decompose`.
 """
 
@@ -24,7 +26,7 @@ from typing import ClassVar
 
 from interlace.errors import PassError
 from interlace.ir import Buffer, Copy, Op, Program
-from interlace.ir.operators import is_heavy
+from interlace.ir.operators import is_heavy, is_weight_cast
 from interlace.passes.dependencies import Before, dependencies, followers, symmetric_buffers
 from interlace.passes.fuse import arrivals, groups
 from interlace.passes.insert_sync import clocks, strip_events
@@ -246,6 +248,10 @@ class _Player:
             for i, role in enumerate(self.roles)
         ]
         weights = [WHOLE if whole else LIGHT for whole in heavy]
+        ranks = max((team.size for team in self.program.teams), default=1)
+        for i, call in calls.items():
+            if is_weight_cast(call.fn):
+                weights[i] = max(LIGHT, WHOLE // max(1, ranks - 1))
         sharing: dict[tuple[int, str], list[int]] = {}
         for i, op in enumerate(self.ops):
             if heavy[i] and op.site is not None:
