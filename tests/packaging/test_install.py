@@ -85,7 +85,8 @@ assert importlib.metadata.version("interlace") == interlace.__version__
 assert (pathlib.Path(interlace.__file__).parent / "py.typed").is_file()
 points = importlib.metadata.distribution("interlace").entry_points
 assert {(p.group, p.name) for p in points} == {
-    ("console_scripts", "interlace"), ("torch_dynamo_backends", "interlace")
+    ("console_scripts", "interlace"), ("pytest11", "interlace"),
+    ("torch_dynamo_backends", "interlace"),
 }, points
 for point in points:
     assert callable(point.load()), point
