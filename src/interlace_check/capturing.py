@@ -70,7 +70,7 @@ def capturing(world_size: int = 2, **options: Unpack[GraphOptions]) -> Iterator[
     def compile_graphs(
         state: Any, captured: Any, partition: Any, *compilers: Compiler | None, **kwargs: Any
     ) -> Any:
-        looking = [_looking(compiler, look) for compiler in compilers]
+        looking: list[Any] = [_looking(compiler, look) for compiler in compilers]
         return real_compile(state, captured, partition, *looking, **kwargs)
 
     real_prepare = PipelineScheduleRuntime._prepare_schedule_with_comms

@@ -65,8 +65,8 @@ def test_as_a_post_grad_pass_of_inductor(form: Any) -> None:
 
 def test_in_the_compilers_of_aot_module_simplified() -> None:
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        def compiler(graph: fx.GraphModule, inputs: Any) -> Any:
-            return make_boxed_func(check(graph, inputs).forward)
+        def compiler(gm: fx.GraphModule, example_inputs: Any) -> Any:
+            return make_boxed_func(check(gm, example_inputs).forward)
 
         return aot_module_simplified(gm, inputs, fw_compiler=compiler)
 
@@ -117,4 +117,4 @@ def test_options_are_checked(options: Any) -> None:
     """Also where faults are only logged."""
     g = Maker()
     with pytest.raises(OptionError, match="fix: it is one of"):
-        check(g.done(g.input("x")), **{"on_fault": "log", **options})
+        partial(check, on_fault="log")(g.done(g.input("x")), **options)

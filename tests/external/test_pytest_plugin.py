@@ -3,6 +3,7 @@ which nothing was checked fails."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,18 @@ def test_verdicts(pytester: pytest.Pytester) -> None:
     assert "OptionError: order='none'; fix: it is one of auto, listed, any" in text
 
 
+def test_the_test_of_the_page(pytester: pytest.Pytester) -> None:
+    """docs/how-to/find-races.md shows it, and what it prints."""
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "find-races.md").read_text()
+    code, shown = re.findall(r"^```(?:python title|text)[^\n]*\n(.*?)^```$", page, re.M | re.S)[:2]
+    pytester.makepyfile(test_overlap=code)
+    result = pytester.runpytest_subprocess("-p", "interlace_check.pytest_plugin", timeout=110)
+    result.assert_outcomes(passed=1, failed=1)
+    for line in shown.replace("3 ms", "* ms").splitlines():
+        if line not in ("", "..."):
+            result.stdout.fnmatch_lines([f"*{line.strip()}*"])
+
+
 @pytest.mark.timeout(240)
 def test_graphs_of_inductor_are_checked_after_its_passes(pytester: pytest.Pytester) -> None:
     """A pass of Inductor that drops a wait is found, and no cache hides a graph."""
@@ -196,11 +209,3 @@ def test_plain():
 """,
     )
     result.assert_outcomes(passed=1)
-
-
-def test_the_plugin_is_an_entry_point() -> None:
-    import tomllib
-
-    settings = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    named = settings["project"]["entry-points"]["pytest11"]["interlace"]
-    assert named == "interlace_check.pytest_plugin"
