@@ -92,6 +92,16 @@ def test_in_a_pipeline_of_passes() -> None:
         check(dropped, inputs)
 
 
+def test_in_graph_trainer_of_torchtitan() -> None:
+    passes = pytest.importorskip("torchtitan.experiments.graph_trainer.passes")
+    inputs = (torch.ones(4),)
+    (gm,) = traced(waited, *inputs)
+    assert passes.apply_graph_passes(gm, inputs, [check]) is gm
+    (gm,) = traced(pending, *inputs)
+    with pytest.raises(SoundnessError, match="unwaited"):
+        passes.apply_graph_passes(gm, inputs, [check])
+
+
 def test_faults_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     (gm,) = traced(pending, torch.ones(4))
     with caplog.at_level(logging.ERROR, "interlace_check"):

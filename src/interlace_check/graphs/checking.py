@@ -107,19 +107,9 @@ def check_graph(
         `to_json()`. Findings name nodes, with their place in the graph as `line` and their
         source line as `loc`; `interlace_check.graphs.findings.KINDS` lists the kinds.
 
-    What is assumed: an operator touches its arguments and its results, and nothing else; it
-    writes the arguments that its schema says, and its results share storage where its schema
-    says; a Triton kernel in a graph that mutates writes all of its tensors. A node runs on the
-    stream that it is annotated with (`node.meta["custom"]["stream"]`), else on the caller's. A
-    collective runs on a stream of its group's own, after the stream that begins it, and
-    `wait_tensor` makes the stream of its node wait: the first for a result, and a later one for
-    the same result is for nothing. Memory goes back when the last node that
-    holds a tensor is done on the host, and may be used by what is allocated next on the stream
-    where the tensor was made (torch's caching allocator); what side streams do between two calls
-    of a graph is not seen. Where sizes are symbolic or unknown, an access counts as the whole
-    storage. With `any`, what two writes or a write and a read of one storage do in the order
-    listed is a dependence, and so is the order of one group's collectives and of the waits for
-    one storage.
+    What is assumed of operators, streams, collectives and memory is on the page "Check compiled
+    graphs". With `any`, what two writes or a write and a read of one storage do in the order listed
+    is a dependence, and so is the order of one group's collectives and of the waits for one storage.
 
     Raises:
         ProgramError: the graph is malformed.
