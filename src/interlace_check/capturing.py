@@ -8,9 +8,7 @@ print(*reports)
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Unpack
 from unittest import mock
 
@@ -25,8 +23,6 @@ from interlace.torch_private.testing import PipelineScheduleRuntime, fake_pg
 from interlace.verify import Report
 from interlace_check.graphs.checking import GraphOptions, check_graph, check_options
 from interlace_check.pipelining import check_pipelining
-
-Compiler = Callable[..., Any]
 
 
 @contextlib.contextmanager
@@ -67,11 +63,15 @@ def capturing(world_size: int = 2, **options: Unpack[GraphOptions]) -> Iterator[
         real_prepare(schedule, *args, **kwargs)
         reports.append(check_pipelining(schedule))
 
-    def compile_graphs(
-        state: Any, captured: Any, partition: Any, *compilers: Compiler | None, **kwargs: Any
-    ) -> Any:
-        looking: list[Any] = [_looking(compiler, look) for compiler in compilers]
-        return real_compile(state, captured, partition, *looking, **kwargs)
+    def looking(compiler: Any) -> Any:
+        def compile_graph(gm: fx.GraphModule, *args: Any) -> Any:
+            look(gm)
+            return compiler(gm, *args)
+
+        return compiler and compile_graph
+
+    def compile_graphs(state: Any, captured: Any, partition: Any, *compilers: Any) -> Any:
+        return real_compile(state, captured, partition, *map(looking, compilers))
 
     real_prepare = PipelineScheduleRuntime._prepare_schedule_with_comms
     real_compile = functorch_aot.aot_stage2_compile
@@ -89,21 +89,3 @@ def capturing(world_size: int = 2, **options: Unpack[GraphOptions]) -> Iterator[
         finally:
             torch.compiler.reset()
             dist.destroy_process_group()
-
-
-def _looking(compiler: Compiler | None, look: Callable[[fx.GraphModule], None]) -> Compiler | None:
-    """A compiler that looks at its graph first; AOTAutograd asks for the type of Inductor's."""
-    inner = getattr(compiler, "compiler_fn", compiler)
-    if inner is None:
-        return None
-
-    @functools.wraps(inner)
-    def looked(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        look(gm)
-        return inner(gm, *args, **kwargs)
-
-    if inner is compiler:
-        return looked
-    copied: Any = copy.copy(compiler)
-    copied.compiler_fn = looked
-    return copied

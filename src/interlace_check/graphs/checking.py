@@ -108,8 +108,9 @@ def check_graph(
         source line as `loc`; `interlace_check.graphs.findings.KINDS` lists the kinds.
 
     What is assumed of operators, streams, collectives and memory is on the page "Check compiled
-    graphs". With `any`, what two writes or a write and a read of one storage do in the order listed
-    is a dependence, and so is the order of one group's collectives and of the waits for one storage.
+    graphs". With `any`, what two writes or a write and a read of one storage do in the order
+    listed is a dependence, and so is the order of one group's collectives and of the waits for
+    one storage.
 
     Raises:
         ProgramError: the graph is malformed.
