@@ -367,6 +367,10 @@ CHECKS: dict[ModuleType, dict[str, Callable[[], Any]]] = {
         "dynamo_config": lambda: has(dynamo.dynamo_config, "disable", "patch"),
         "functorch_config": lambda: has(dynamo.functorch_config, "patch"),
         "innermost_backend": lambda: dynamo.innermost_backend(modes) is modes,  # type: ignore[arg-type]
+        "functorch_aot": lambda: (
+            list(inspect.signature(dynamo.functorch_aot.aot_stage2_compile).parameters)[3:]
+            == ["fw_compiler", "bw_compiler", "inference_compiler"]
+        ),
         "innermost_fn": lambda: dynamo.innermost_fn(modes) is modes,
         "list_backends": lambda: "inductor" in dynamo.list_backends(),
         "min_cut_rematerialization_partition": lambda: takes(
@@ -384,7 +388,12 @@ CHECKS: dict[ModuleType, dict[str, Callable[[], Any]]] = {
             torch.ops.aten.addmm.default in inductor.select_decomp_table()
         ),
     },
-    from_tests: {"fake_pg": lambda: has(from_tests.fake_pg, "FakeStore")},
+    from_tests: {
+        "PipelineScheduleRuntime": lambda: takes(
+            from_tests.PipelineScheduleRuntime._prepare_schedule_with_comms, "actions"
+        ),
+        "fake_pg": lambda: has(from_tests.fake_pg, "FakeStore"),
+    },
 }
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from interlace.runtime import Executor
     from interlace.runtime.cuda.waits.watchdog import synchronize
     from interlace.verify import check
-    from interlace_check.graphs.check import check_graph
+    from interlace_check.graphs import check_graph
     from interlace_check.pipelining import check_pipelining
     from interlace_check.recorded import check_recorded, save_recording
 
@@ -55,7 +55,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "Executor": ("interlace.runtime", "Executor"),
     "check": ("interlace.verify", "check"),
-    "check_graph": ("interlace_check.graphs.check", "check_graph"),
+    "check_graph": ("interlace_check.graphs", "check_graph"),
     "check_pipelining": ("interlace_check.pipelining", "check_pipelining"),
     "check_recorded": ("interlace_check.recorded", "check_recorded"),
     "compile": ("interlace.frontend.compile", "compile"),

@@ -14,7 +14,7 @@ from torch import fx
 
 from interlace import check_graph
 from interlace.errors import SoundnessError
-from interlace_check.graphs.check import Order
+from interlace_check.graphs.checking import Order
 
 
 def every_form(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,8 @@ import pytest
 from tests.cli.schedules import invoke
 from tests.external.recorded_runs import Run
 
+from interlace_check.recorded import explain_hang
+
 
 def run(*args: str) -> tuple[int, str, str]:
     return invoke("check", *args)
@@ -158,3 +160,21 @@ def test_dumps_without_a_record_do_not_show_that_all_is_well(tmp_path: Path) -> 
     code, out, _ = run("--recorded", str(Run(2).write(tmp_path)))
     assert code == 0
     assert "assumed:\n  no dump holds a record: nothing was issued, or the recorder was off" in out
+
+
+def test_a_callback_gets_the_verdict_as_text(tmp_path: Path) -> None:
+    """Also of the files of Ray Train's detector of hangs, which calls them RANK.log."""
+    hung().write(tmp_path)
+    for rank in range(2):
+        (tmp_path / f"trace_rank_{rank}.json").rename(tmp_path / f"{rank}.log")
+    text = explain_hang(tmp_path)
+    assert "error: missing: rank 1 did not issue broadcast [4] Float, number 2" in text
+    assert "rank 0, record 1: waits here [scheduled]   from step (train.py:11)" in text
+
+
+def test_a_callback_raises_nothing(tmp_path: Path) -> None:
+    """The hang would be hidden behind another failure."""
+    text = explain_hang(tmp_path / "none")
+    assert text.startswith("why the run hung is not known: cannot read ")
+    (tmp_path / "trace_rank_0").write_bytes(pickle.dumps({}))
+    assert "is a pickle" in explain_hang(tmp_path)

@@ -17,6 +17,7 @@ from torch._dynamo.guards import GuardBuilder as GuardBuilder
 from torch._dynamo.source import TensorProperty as TensorProperty
 from torch._dynamo.source import TensorPropertySource as TensorPropertySource
 from torch._dynamo.symbolic_convert import InstructionTranslator as InstructionTranslator
+from torch._functorch import aot_autograd as functorch_aot  # noqa: F401  # whose names are patched
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified as aot_module_simplified
 from torch._functorch.partitioners import (

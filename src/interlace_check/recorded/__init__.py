@@ -8,8 +8,15 @@ side by side), programs.py (what is open, for the verifier), explain.py and repo
 in the run's words), check.py; saving.py writes files.
 """
 
-from interlace_check.recorded.check import check_recorded
+from interlace_check.recorded.check import check_recorded, explain_hang
 from interlace_check.recorded.report import KINDS, RecordedFinding, RecordedReport
 from interlace_check.recorded.saving import save_recording
 
-__all__ = ["KINDS", "RecordedFinding", "RecordedReport", "check_recorded", "save_recording"]
+__all__ = [
+    "KINDS",
+    "RecordedFinding",
+    "RecordedReport",
+    "check_recorded",
+    "explain_hang",
+    "save_recording",
+]

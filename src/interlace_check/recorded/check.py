@@ -1,4 +1,4 @@
-"""`check_recorded`: why a run hung, from what its ranks recorded.
+"""`check_recorded`: why a run hung, from what its ranks recorded; `explain_hang`: the same as text.
 
 >>> report = check_recorded("dumps")
 >>> report.findings[0].missing
@@ -11,6 +11,7 @@ import os
 import time
 from pathlib import Path
 
+from interlace.errors import InterlaceError
 from interlace.verify import check
 from interlace.verify.report import MAX_FINDINGS
 from interlace_check.recorded.alignment import Aligned, align
@@ -54,3 +55,24 @@ def explained(aligned: Aligned, began: float) -> RecordedReport:
         assumed=tuple(aligned.assumed),
         programs=programs,
     )
+
+
+def explain_hang(folder: str | os.PathLike[str]) -> str:
+    """Says in words why a run hung: a callback for what watches a job, which takes a text.
+
+    Args:
+        folder: what the ranks recorded, as for `check_recorded`.
+
+    Returns:
+        The report of `check_recorded`, or why there is none: it raises no InterlaceError, which
+        would hide the hang behind another failure.
+
+    Examples:
+        >>> print(explain_hang("dumps"))
+        1 fault (4 ranks, 812 records, 21 ms)
+        ...
+    """
+    try:
+        return str(check_recorded(folder))
+    except InterlaceError as error:
+        return f"why the run hung is not known: {error}"

@@ -139,8 +139,8 @@ def parse_dump(data: bytes, file: str, rank: int | None = None) -> Dump:
 
 
 def _rank_of(path: Path) -> int | None:
-    stem = path.name.removesuffix(".json")
-    number = NUMBER.search(stem)
+    of_ray = path.suffix == ".log" and path.stem.isdigit()
+    number = NUMBER.search(path.stem if of_ray or path.suffix == ".json" else path.name)
     return int(number[1]) if number else None
 
 

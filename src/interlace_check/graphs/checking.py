@@ -1,35 +1,87 @@
-"""`check_graph`: whether a compiled graph's streams and collectives can go wrong.
+"""`check_graph`: whether a compiled graph's streams and collectives can go wrong; `check`: the same
+as a pass.
 
-import interlace
+from interlace_check.graphs import check
 
-def backend(gm, example_inputs):
-    interlace.check_graph(gm).raise_if_unsound()
-    return gm
+compiler = make_boxed_func(check(gm, example_inputs).forward)
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypedDict, TypeVar, Unpack
 
 from torch import fx
 
-from interlace.errors import OptionError, ProgramError
-from interlace.verify import Finding, Report, check
+from interlace.errors import InterlaceError, OptionError, ProgramError
+from interlace.verify import Finding, Report
+from interlace.verify import check as prove
 from interlace_check.graphs.findings import KINDS, GraphExplainer, plain_findings
 from interlace_check.graphs.programs import to_program
 from interlace_check.graphs.reading.walk import walk
 
 Order = Literal["auto", "listed", "any"]
+Inputs = Literal["queued", "ready"]
+Results = Literal["joined", "later"]
+Graph = TypeVar("Graph", fx.GraphModule, fx.Graph)
+log = logging.getLogger(__name__)
+
+
+class GraphOptions(TypedDict, total=False):
+    """The options of `check_graph`."""
+
+    order: Order
+    inputs: Inputs
+    results: Results
+    current: Iterable[int] | None
+
+
+def check(
+    gm: Graph,
+    example_inputs: Sequence[object] = (),
+    *,
+    on_fault: Literal["raise", "log"] = "raise",
+    **options: Unpack[GraphOptions],
+) -> Graph:
+    """Checks a graph, and gives it back as it is: a pass for any pipeline of graph passes.
+
+    Args:
+        gm: what every rank runs, as for `check_graph`, or its `graph` (Inductor's passes get that).
+        example_inputs: what passes are called with; nothing is done with it.
+        on_fault: `raise`: a graph that can go wrong raises an error. `log`: the error is logged by
+            the logger `interlace_check.graphs.checking`, also where a graph cannot be checked.
+        options: those of `check_graph`.
+
+    Returns:
+        `gm`, unchanged.
+
+    Raises:
+        SoundnessError: the graph can go wrong; the message is the report.
+        ProgramError, UnsupportedError, OptionError: as `check_graph`.
+
+    Examples:
+        >>> from interlace_check.graphs import check
+        >>> gm = check(gm, example_inputs, on_fault="log")
+    """
+    check_options(on_fault=on_fault, **options)
+    module = gm.owning_module if isinstance(gm, fx.Graph) else gm
+    try:
+        check_graph(module, **options).raise_if_unsound()  # pyright: ignore[reportArgumentType]
+    except InterlaceError as error:
+        if on_fault == "raise":
+            raise
+        log.error("%s", error)
+    return gm
 
 
 def check_graph(
     graph: fx.GraphModule,
     *,
     order: Order = "auto",
-    inputs: Literal["queued", "ready"] = "queued",
-    results: Literal["joined", "later"] = "joined",
+    inputs: Inputs = "queued",
+    results: Results = "joined",
     current: Iterable[int] | None = None,
 ) -> Report:
     """Checks an FX graph of aten operators: its user streams and its functional collectives.
@@ -55,17 +107,8 @@ def check_graph(
         `to_json()`. Findings name nodes, with their place in the graph as `line` and their
         source line as `loc`; `interlace_check.graphs.findings.KINDS` lists the kinds.
 
-    What is assumed: an operator touches its arguments and its results, and nothing else; it
-    writes the arguments that its schema says, and its results share storage where its schema
-    says; a Triton kernel in a graph that mutates writes all of its tensors. A node runs on the
-    stream that it is annotated with (`node.meta["custom"]["stream"]`), else on the caller's. A
-    collective runs on a stream of its group's own, after the stream that begins it, and
-    `wait_tensor` makes the stream of its node wait: the first for a result, and a later one for
-    the same result is for nothing. Memory goes back when the last node that
-    holds a tensor is done on the host, and may be used by what is allocated next on the stream
-    where the tensor was made (torch's caching allocator); what side streams do between two calls
-    of a graph is not seen. Where sizes are symbolic or unknown, an access counts as the whole
-    storage. With `any`, what two writes or a write and a read of one storage do in the order
+    What is assumed of operators, streams, collectives and memory is on the page "Check compiled
+    graphs". With `any`, what two writes or a write and a read of one storage do in the order
     listed is a dependence, and so is the order of one group's collectives and of the waits for
     one storage.
 
@@ -77,7 +120,7 @@ def check_graph(
         OptionError: an option has an unknown value.
     """
     began = time.perf_counter()
-    _check_options(order, inputs, results)
+    check_options(order=order, inputs=inputs, results=results)
     if not isinstance(graph, fx.GraphModule):
         raise ProgramError(
             f"check_graph takes a GraphModule, not a {type(graph).__name__}; fix: give the graph "
@@ -90,19 +133,21 @@ def check_graph(
     for any_order in orders:
         program = to_program(trace, any_order, inputs == "ready", results == "joined")
         explainer = GraphExplainer(trace, program, any_order)
-        report = check([program.program])
+        report = prove([program.program])
         found += map(explainer.finding, report.errors)
     return Report(tuple(_distinct(found)), len(trace.steps), 1, time.perf_counter() - began)
 
 
-def _check_options(order: str, inputs: str, results: str) -> None:
-    for name, value, known in (
-        ("order", order, ("auto", "listed", "any")),
-        ("inputs", inputs, ("queued", "ready")),
-        ("results", results, ("joined", "later")),
+def check_options(**options: object) -> None:
+    """Raises OptionError for an option with an unknown value."""
+    for name, known in (
+        ("on_fault", ("raise", "log")),
+        ("order", ("auto", "listed", "any")),
+        ("inputs", ("queued", "ready")),
+        ("results", ("joined", "later")),
     ):
-        if value not in known:
-            raise OptionError(f"{name}={value!r}; fix: it is one of {', '.join(known)}")
+        if options.get(name, known[0]) not in known:
+            raise OptionError(f"{name}={options[name]!r}; fix: it is one of {', '.join(known)}")
 
 
 def _distinct(found: list[Finding]) -> list[Finding]:
