@@ -78,12 +78,22 @@ def program(
     ranks: Sequence[int] | None = None,
     lines: bool = True,
 ) -> Builder:
-    """A builder of a Program, to be used as `with interlace.program("name", team=4) as p:`.
+    """Begins a Program in Python: `with interlace.program("name", team=4) as p:`.
 
-    `team=4` is one team named `tp`; `mesh={"dp": 2, "tp": 4}` names the axes of a mesh; `groups`
-    adds teams of global ranks, such as `{"pipe": [[0, 2], [1, 3]]}`; `ranks` are the global ranks
-    that run the Program, where it is not the whole mesh. `lines=False`, for Programs that code
-    generates: ops name their module alone, and not the line of Python that wrote them.
+    Args:
+        name: the Program's name.
+        team: the size of one team, which is named `tp`.
+        mesh: the sizes of several teams by name, the axes of a mesh: `{"dp": 2, "tp": 4}`.
+        groups: further teams, of global ranks: `{"pipe": [[0, 2], [1, 3]]}`.
+        ranks: the global ranks that run the Program, where it is not the whole mesh.
+        lines: records in each op the line of Python that wrote it; False for generated code.
+
+    Returns:
+        A builder; `p.program` is the validated Program, at the end of the block or before.
+
+    Raises:
+        ProgramError: `team` and a mesh axis `tp` are both given; from the builder: what is written
+            breaks a structural rule.
     """
     axes = dict(mesh or {})
     if team is not None:
