@@ -51,13 +51,13 @@ class Adam(KeepsStates):
             what else writes the parameter is undone by the next step) or "remainder" (16 bits
             beside a bf16 parameter that make it the exact master, rounded to nearest; what else
             writes the parameter stays, to within half a step of bf16).
-        stochastic_rounding: rounds what is stored in bf16 with loss (moments, and parameters without
-            masters) up or down at random, so that the mean is right. Rounded to nearest, a bf16
+        stochastic_rounding: rounds what is stored in bf16 with loss (moments, and parameters
+            without masters) up or down at random, so that the mean is right. Rounded to nearest, a bf16
             second moment never decays at beta2=0.999, and updates below half a step of the
             parameter are lost. fp16 parameters are always rounded to nearest.
-        seed: of that rounding. The random bits depend on it, on the parameter's place in the groups,
-            on its step and on the element, so replicas round alike and a resumed run goes on bit for
-            bit, also on another number of ranks if parameters are sharded by rows.
+        seed: of that rounding. The random bits depend on it, on the parameter's place in the
+            groups, on its step and on the element, so replicas round alike and a resumed run goes on
+            bit for bit, also on another number of ranks if parameters are sharded by rows.
 
     Raises:
         OptimizerError: a ValueError, for an argument or a parameter that it cannot take.
@@ -122,7 +122,7 @@ class Adam(KeepsStates):
     @eager
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Updates every parameter that has a gradient; gives the closure's loss."""
+        """Updates every parameter that has a gradient; returns the loss of a `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -160,7 +160,14 @@ class Adam(KeepsStates):
 class AdamW(Adam):
     """AdamW (Loshchilov and Hutter, arXiv:1711.05101): parameters decay apart from the gradient.
 
-    The arguments and all else are `Adam`'s; the default of `weight_decay` is torch.optim.AdamW's.
+    Args:
+        params, lr, betas, eps, amsgrad, maximize, foreach, capturable, differentiable, fused: as of
+            `Adam`.
+        weight_decay: as of torch.optim.AdamW.
+        exp_avg_dtype, exp_avg_sq_dtype, master_weights, stochastic_rounding, seed: as of `Adam`.
+
+    Raises:
+        OptimizerError: as `Adam`.
     """
 
     coupled = False
