@@ -1,10 +1,5 @@
 """`interlace.compile`: a module on DTensors, overlapped, without TorchDynamo.
 
-    compiled = interlace.compile(block, x, mesh=mesh)
-    y = compiled(x)                      # differentiable, like block(x)
-    print(compiled.explain())            # every communication, how it is overlapped, and why
-    interlace.simulate(compiled.program)      # the predicted timeline; measured: the option `trace`
-
 Where `torch.compile` reads bytecode and guards it, this runs the module once on fake tensors.
 What depends on more than the arguments' sizes, layouts and plain values is fixed by that run. A
 new combination of those is compiled anew; the least recently used is dropped beyond `cache_size`.

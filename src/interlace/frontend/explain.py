@@ -1,12 +1,5 @@
 """`interlace.explain` and `interlace.report`: what became of the communication of a model.
 
-    model = torch.compile(model, backend="interlace")
-    model(x).sum().backward()
-    print(interlace.explain(model))             # every graph, forward and backward
-    print(interlace.explain(model, why=True))   # what stays serial, and why
-    print(interlace.explain(model, memory=True))  # and what is alive at the peak, by module
-    interlace.report(model, "step.html")        # the timelines, predicted and measured
-
 Nothing is wrapped and nothing is compiled again: the backend knows in whose calls it compiled what
 torch still keeps. The text has strategy, gain, reason, and what it was chosen from:
 

@@ -1,11 +1,5 @@
 """Adam and AdamW with states in the dtype you choose, all parameters in one launch.
 
-    optimizer = AdamW(
-        model.parameters(), lr=3e-4, weight_decay=0.1,
-        exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16, master_weights="remainder",
-    )
-    loss.backward(); optimizer.step(); optimizer.zero_grad()
-
 It is a torch.optim.Optimizer: groups, closures, hooks, schedulers, GradScaler, checkpoints and
 DTensor parameters (FSDP2) work as they do there, and torch.optim.AdamW loads its state and it
 theirs. What differs is said in the classes.
@@ -52,12 +46,12 @@ class Adam(KeepsStates):
             beside a bf16 parameter that make it the exact master, rounded to nearest; what else
             writes the parameter stays, to within half a step of bf16).
         stochastic_rounding: rounds what is stored in bf16 with loss (moments, and parameters
-            without masters) up or down at random, so that the mean is right. Rounded to nearest, a bf16
-            second moment never decays at beta2=0.999, and updates below half a step of the
+            without masters) up or down at random, so that the mean is right. Rounded to nearest, a
+            bf16 second moment never decays at beta2=0.999, and updates below half a step of the
             parameter are lost. fp16 parameters are always rounded to nearest.
         seed: of that rounding. The random bits depend on it, on the parameter's place in the
-            groups, on its step and on the element, so replicas round alike and a resumed run goes on
-            bit for bit, also on another number of ranks if parameters are sharded by rows.
+            groups, on its step and on the element, so replicas round alike and a resumed run goes
+            on bit for bit, also on another number of ranks if parameters are sharded by rows.
 
     Raises:
         OptimizerError: a ValueError, for an argument or a parameter that it cannot take.

@@ -1,10 +1,5 @@
 """The Executor: a Program bound to processes, memory and threads, ready to run many times.
 
-    executor = Executor(program, groups={"tp": dist.group.WORLD})
-    executor.prepare()                  # every rank, together: agreement, proof, memory, binding
-    (y,) = executor.run([x, w])
-    executor.close()
-
 `prepare` does all collective set-up; `run` does none. A failure poisons the Executor on every
 rank of its teams: the error says what happened and where, and `reset()`, called by all, mends it.
 Outside of teams there is nothing to mend: the next run may come.
@@ -172,7 +167,8 @@ class Executor:
             groups: a process group for each team of the Program that this rank is in, by name.
             device: `cpu`, `cuda`, or a device of torch; inputs and outputs are on it.
             options: those that concern runs: `timeout_s`, `trace`, `graph`, `transport`, ...
-            before_op: called as `before_op(rank, index, op)` before each op on its stream; for tests.
+            before_op: called as `before_op(rank, index, op)` before each op on its stream; for
+                tests.
             host: buffers that stay on the CPU although the device is a GPU; only torch's own
                 operators may touch them.
             operators: operators, or namespaces of them, that the Program may call although they are

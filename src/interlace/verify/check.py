@@ -61,7 +61,6 @@ def check(
         in_order: checks the reference run, in which a rank runs its ops on one stream, as listed.
         fold: visits one rank of those that are proved to do the same; False visits all. The verdict
             does not depend on it.
-        runs: an argument of a former release.
 
     Returns:
         A report. That a schedule is unsound is no error: see `Report.sound`.

@@ -43,11 +43,10 @@ class GroupedLinear(nn.Module):
         bias: adds `bias` [num_groups, out_features].
         device, dtype: of the Parameters. `weight` is [num_groups, out_features, in_features]; it is
             drawn as by that many `torch.nn.Linear` one after another.
-        recipe: an argument of a former release.
 
     Raises:
         GroupError: a size is below 1.
-        OptionError: a `recipe` is given.
+        OptionError: a `recipe` is given, as in a former release.
     """
 
     def __init__(

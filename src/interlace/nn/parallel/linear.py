@@ -92,7 +92,7 @@ def replicated_linear(
     options: Given = None,
     recipe: Recipe | None = None,
 ) -> Any:
-    """Multiplies an x that all ranks have alike: `F.linear(x, weight, bias)`, for one or more weights.
+    """Computes `F.linear(x, weight, bias)`, for one or more weights, of an x that ranks have alike.
 
     Forward communicates nothing. Backward sums the gradients of x that the weights give, and
     all-reduces that sum once, under the gradients of the weights.

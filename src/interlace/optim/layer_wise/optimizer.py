@@ -1,12 +1,5 @@
 """Data parallelism in which each rank updates whole parameters of its own, and gathers the rest.
 
-    optimizer = LayerWise(torch.optim.Muon(model.parameters(), lr=0.02), model, mesh)
-    for x, y in batches:
-        loss(model(x), y).backward()         # gradients go to the owners, under the backward
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.step()                     # owners update; gathers run under the next forward
-        optimizer.zero_grad()
-
 Any torch optimizer will do, also one that needs whole matrices. A parameter's owner holds its
 state, and nobody else does (as in ZeRO-1). What is sharded by tensor parallelism has as owner a
 group of ranks. What `fully_shard` has sharded over the data-parallel ranks stays so, with its
@@ -102,9 +95,9 @@ class LayerWise:
     (docs/how-to/layer-wise.md) says what moves, and by what.
 
     Parameters may be DTensors on one other mesh of one dimension (tensor or expert parallelism).
-    Those that the optimizer updates whole (its `needs_whole(parameter)`; without that, all but those
-    of elementwise optimizers) have a home among the ranks of their owner, and in `param_groups` a
-    Parameter of the whole shape stands in their place, until `close()`.
+    Those that the optimizer updates whole (its `needs_whole(parameter)`; without that, all but
+    those of elementwise optimizers) have a home among the ranks of their owner, and in
+    `param_groups` a Parameter of the whole shape stands in their place, until `close()`.
 
     Or Parameters are those of `fully_shard`, sharded by rows over the ranks of `mesh`, and maybe
     replicated over others (HSDP); gradients are then reduced already. `optimizer` is then
@@ -112,8 +105,8 @@ class LayerWise:
     optimizer on whole parameters in one process, given the same gradients.
 
     Args:
-        optimizer: updates each parameter by itself. It has updated nothing yet, or has state for all
-            parameters; one that holds other optimizers updates all at once.
+        optimizer: updates each parameter by itself. It has updated nothing yet, or has state for
+            all parameters; one that holds other optimizers updates all at once.
         module: holds all these parameters. Every rank of `mesh` has it alike; a gather at the start
             makes weights equal.
         mesh: one dimension, whose ranks all do the same.
@@ -285,8 +278,7 @@ class LayerWise:
 
     @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begins a new step: gradients are 0, or None with `set_to_none` where `fully_shard` has them.
-        """
+        """Sets gradients to 0; under `fully_shard`, to None, unless `set_to_none` is False."""
         if self._reducer is None:
             self.optimizer.zero_grad(set_to_none)
             return
@@ -325,13 +317,9 @@ class LayerWise:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Clips the gradients of all ranks together, as the function `clip_grad_norm_` does.
+        """The norm of the gradients of all ranks, which it clips to `max_norm`.
 
-        Args:
-            max_norm, norm_type, error_if_nonfinite: as there.
-
-        Returns:
-            The norm before.
+        `norm_type`, `error_if_nonfinite` and all else are as of the function `clip_grad_norm_`.
         """
         return clip_grad_norm_([self], max_norm, norm_type, error_if_nonfinite)
 

@@ -1,10 +1,4 @@
-"""Muon for matrices and AdamW for the rest, in one optimizer.
-
-groups = muon_groups(model)                              # which goes where, by rules
-optimizer = Muon(groups, lr=0.02, adamw={"lr": 3e-4})
-print(optimizer.explain())
-loss.backward(); optimizer.step(); optimizer.zero_grad()
-"""
+"""Muon for matrices and AdamW for the rest, in one optimizer."""
 
 from __future__ import annotations
 
@@ -61,13 +55,14 @@ class Muon(KeepsStates):
         params, lr, momentum, nesterov, ns_steps: as of torch.optim.Muon.
         weight_decay: as there: decoupled, and not adjusted.
         ns_coefficients: also a sequence of three numbers for each step, the last for all further.
-        eps: of the norm that an update is divided by. torch's 1e-7 stops updates whose norm is below
-            it, which gradient clipping can bring about; 0 makes updates independent of the scale.
+        eps: of the norm that an update is divided by. torch's 1e-7 stops updates whose norm is
+            below it, which gradient clipping can bring about; 0 makes updates independent of the
+            scale.
         adjust_lr_fn: the factor of the learning rate of an A x B matrix: "original" (None),
             sqrt(max(1, A/B)); "match_rms_adamw", 0.2 sqrt(max(A, B)), which allows AdamW's learning
             rates; "spectral_unclamped", sqrt(A/B).
-        split_sizes, head_dim: cut the rows of a parameter's matrices into parts, such as Q, K and V,
-            and those into heads of `head_dim`; each is a matrix of its own, also for
+        split_sizes, head_dim: cut the rows of a parameter's matrices into parts, such as Q, K and
+            V, and those into heads of `head_dim`; each is a matrix of its own, also for
             `adjust_lr_fn`. Parameters of 3 and more dimensions, such as experts, are stacks of
             matrices.
         batched: takes matrices of equal shapes through the iteration together.
@@ -166,8 +161,7 @@ class Muon(KeepsStates):
         return loss
 
     def explain(self) -> str:
-        """A line for each parameter: what updates it, its name and shape, how it is cut, and why.
-        """
+        """A line for each parameter: what updates it, its name and shape, how it is cut, and why."""
 
         def cut(param: Tensor, group: Group) -> str:
             shapes = Counter(tuple(m.shape) for m in _cut(param, group))

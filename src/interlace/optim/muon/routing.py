@@ -58,8 +58,8 @@ def muon_groups(
 
     Args:
         model: the model.
-        options: options of groups, by patterns of names (`fnmatch`); the first that fits counts, and
-            a `use_muon` among them overrules the rules.
+        options: options of groups, by patterns of names (`fnmatch`); the first that fits counts,
+            and a `use_muon` among them overrules the rules.
 
     Returns:
         The groups, each with `use_muon` and the reason for it.
