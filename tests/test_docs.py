@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import csv
+import doctest
 import gc
 import io
 import os
@@ -97,6 +98,8 @@ def of_page(page: str, language: str = "python") -> list[Block]:
 
 
 SCRIPTS = {page: of_page(page) for page in PAGES if of_page(page) and page not in NOT_RUN}
+SCRIPTS = {page: blocks for page, blocks in SCRIPTS.items() if "/api/" not in page}
+"""By page, what runs here; pages of the reference run in test_reference.py."""
 
 MLP = """
 import torch, torch.nn as nn, interlace
@@ -180,6 +183,9 @@ def run_blocks(codes: list[str], folder: str) -> str:
             contextlib.redirect_stdout(printed),
         ):
             for number, code in enumerate(codes):
+                if code.startswith(">>> "):
+                    run_doctest(code, vars(module))
+                    continue
                 path = Path(folder, f"block{number}.py")  # which TorchDynamo may look into
                 path.write_text(code)
                 exec(compile(code, str(path), "exec"), vars(module))
@@ -189,6 +195,15 @@ def run_blocks(codes: list[str], folder: str) -> str:
     torch.compiler.reset()
     gc.collect()
     return printed.getvalue()
+
+
+def run_doctest(code: str, names: dict[str, Any]) -> None:
+    """Runs the example of a docstring; fails where it prints something else."""
+    test = doctest.DocTestParser().get_doctest(code, names, "example", None, None)
+    test.globs, told = names, list[str]()  # not a copy: later examples go on from here
+    assert not doctest.DocTestRunner().run(test, out=told.append, clear_globs=False).failed, (
+        "".join(told)
+    )
 
 
 def with_checks(blocks: list[Block]) -> list[str]:

@@ -28,7 +28,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One op on one rank: from when its stream reached it, waiting for peers included, to its end."""
+    """One op on one rank, from when its stream reached it, so with waits for peers, to its end."""
 
     rank: int
     """The global rank."""

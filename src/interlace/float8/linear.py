@@ -209,17 +209,13 @@ def unfit_sizes(weight: Tensor) -> str:
 
 
 class Float8Linear(nn.Linear):
-    """`torch.nn.Linear` that multiplies in FP8, with the same parameters and state_dict.
-
-    Args:
-        in_features, out_features, bias, device, dtype: as of `torch.nn.Linear`; multiples of 16.
-    """
+    """`torch.nn.Linear` that multiplies in FP8; arguments, parameters, state_dict are the same."""
 
     recipe: Recipe = Recipe()
     _kept: Keep | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input` [..., K] becomes [..., N], as by `linear`."""
+        """The output [..., N] of an `input` [..., K], as by `linear`."""
         keep = None if torch.compiler.is_compiling() else self._kept
         return _linear(input, self.weight, self.bias, self.recipe, keep)
 

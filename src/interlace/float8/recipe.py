@@ -35,7 +35,7 @@ def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How tensors become FP8: by current scaling, from their own values and not from earlier steps.
+    """Formats and scales of FP8: a scale comes from a tensor's own values, not from earlier steps.
 
     Inputs and weights are E4M3: FP8 GEMMs take E5M2 on one side at most.
 

@@ -147,7 +147,11 @@ class _Entry:
 
 
 class Compiled(AsModule):
-    """A compiled module: call it as the module; ask it what it does."""
+    """A compiled module: call it as the module; ask it what it does.
+
+    Args:
+        fn, mesh, options: the module and the arguments that `interlace.compile` was given.
+    """
 
     def __init__(self, fn: nn.Module, mesh: DeviceMesh | None, options: Options) -> None:
         self.fn = fn

@@ -253,6 +253,9 @@ class Builder:
     Args:
         name, ranks, lines: as of `interlace.program`, which makes builders.
         teams: the teams.
+
+    Raises:
+        ProgramError: from a method, or at the end: what is written breaks a structural rule.
     """
 
     def __init__(
@@ -354,7 +357,7 @@ class Builder:
     def alloc(
         self, name: str, dtype: ElementType, shape: Sequence[Dim], **how: Unpack[AllocOptions]
     ) -> Handle:
-        """Memory of the Executor's, by its `name`, `dtype` and `shape`.
+        """A buffer of the Executor's memory, by its `name`, `dtype` and `shape`.
 
         With `symmetric=p.tp` it is on every rank of that team, and its peers may read and write it.
         """
@@ -365,13 +368,13 @@ class Builder:
     def empty(
         self, name: str, dtype: ElementType, shape: Sequence[Dim], **how: Unpack[BufferOptions]
     ) -> Handle:
-        """Memory that torch allocates in every run (`name`, `dtype`, `shape`): it may be returned."""
+        """A buffer that torch allocates in a run (`name`, `dtype`, `shape`); it may be returned."""
         return self._alloc(self._buffer("fresh", name, dtype, shape, **how))
 
     def fresh(
         self, name: str, dtype: ElementType, shape: Sequence[Dim], **how: Unpack[BufferOptions]
     ) -> Handle:
-        """A buffer that a call makes itself (`name`, `dtype`, `shape`): for one `out=`, then use."""
+        """A buffer that a call makes itself (`name`, `dtype`, `shape`), given in its `out`."""
         buffer = self.pending[name] = self._buffer("fresh", name, dtype, shape, **how)
         return self.handle(buffer)
 
@@ -592,7 +595,7 @@ class Builder:
     def get(
         self, src: Viewed, dst: Viewed | None = None, *, peer: Index, team: TeamOrName = None
     ) -> None:
-        """Copies `src` of a `peer`, in a symmetric buffer of a `team`, into `dst` here (or `src`)."""
+        """Copies `src` of a `peer`, in a symmetric buffer of a `team`, to `dst` (or `src`) here."""
 
     def notify(
         self, signal: str, to: Index | Others, *, team: TeamOrName = None, value: int = 1

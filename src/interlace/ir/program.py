@@ -146,7 +146,7 @@ class Program:
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
     def remarked(self, remarks: Iterable[Remark]) -> Program:
-        """This Program with these remarks added, each of them once."""
+        """This Program with these `remarks` added, each of them once."""
         return self.replace(remarks=tuple(dict.fromkeys((*self.remarks, *remarks))))
 
     @property
@@ -155,7 +155,7 @@ class Program:
         return self.ranks if self.ranks is not None else spanned(self.teams)
 
     def team(self, name: str) -> Team:
-        """The team of that name."""
+        """The team of that `name`; ProgramError if there is none."""
         for team in self.teams:
             if team.name == name:
                 return team
@@ -173,7 +173,7 @@ class Program:
             yield Where(rank, layout.members(rank), tables)
 
     def buffers(self) -> dict[str, Buffer]:
-        """Every buffer by name: the parameters, and what Allocs and Calls declare."""
+        """The buffers by name: the parameters, and what Allocs and Calls declare."""
         found = {buffer.name: buffer for buffer in self.params}
         for op in self.ops:
             for buffer in op.declares():
@@ -197,7 +197,7 @@ class Program:
         return tuple(dict.fromkeys(op.stream for op in self.ops))
 
     def site(self, site: int) -> Site:
-        """The site of that id."""
+        """The `site` of that number; ProgramError if there is none."""
         for candidate in self.sites:
             if candidate.id == site:
                 return candidate

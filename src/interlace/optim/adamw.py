@@ -58,7 +58,7 @@ class Adam(KeepsStates):
 
     Examples:
         >>> optimizer = Adam(model.parameters(), lr=3e-4, exp_avg_sq_dtype=torch.bfloat16)
-        >>> model(x).square().mean().backward()
+        >>> model(tokens).square().mean().backward()
         >>> optimizer.step()
     """
 

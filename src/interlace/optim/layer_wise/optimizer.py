@@ -317,9 +317,9 @@ class LayerWise:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """The norm of the gradients of all ranks, which it clips to `max_norm`.
+        """The norm of all ranks' gradients, which it clips together to `max_norm`.
 
-        `norm_type`, `error_if_nonfinite` and all else are as of the function `clip_grad_norm_`.
+        `norm_type` and `error_if_nonfinite` are as of the function `clip_grad_norm_`.
         """
         return clip_grad_norm_([self], max_norm, norm_type, error_if_nonfinite)
 

@@ -78,7 +78,7 @@ class Muon(KeepsStates):
 
     Examples:
         >>> muon = Muon(muon_groups(model), lr=0.02, adamw={"lr": 3e-4})
-        >>> model(x).square().mean().backward()
+        >>> model(tokens).square().mean().backward()
         >>> muon.step()
     """
 
@@ -161,7 +161,7 @@ class Muon(KeepsStates):
         return loss
 
     def explain(self) -> str:
-        """A line for each parameter: what updates it, its name and shape, how it is cut, and why."""
+        """A line for each parameter: what updates it, its name, its shape, how it is cut, why."""
 
         def cut(param: Tensor, group: Group) -> str:
             shapes = Counter(tuple(m.shape) for m in _cut(param, group))
