@@ -222,7 +222,7 @@ from unittest import mock
 records = mock.patch("interlace.torch_private.flight_records", return_value={})
 records.start()
 """
-"""Run first: the ranks' flight recorders hold the collectives of tests before, whose groups ended."""
+"""Run first: flight recorders of the pool's ranks hold ops of groups that other tests ended."""
 
 
 @pytest.mark.parametrize("page", PAGES)
