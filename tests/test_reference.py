@@ -88,10 +88,11 @@ class Shown:
 
     @property
     def fields(self) -> set[str]:
-        """The attributes of a class that have a docstring, and so stand on the page."""
+        """The attributes of a class that have a docstring, and so stand on the page; and `name`."""
         if not self.item.is_class:
             return set()
-        return {name for name, m in self.item.all_members.items() if m.is_attribute and m.docstring}
+        members = self.item.all_members.items()
+        return {name for name, m in members if m.is_attribute and (m.docstring or name == "name")}
 
 
 def is_error(item: Any) -> bool:

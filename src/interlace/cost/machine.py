@@ -175,7 +175,6 @@ class Machine:
     """A model of the machine that runs each rank."""
 
     name: str
-    """The name, for texts."""
     device: str
     """`cpu` or `cuda`."""
     host: str = ""

@@ -84,7 +84,6 @@ class Timeline:
     spans: tuple[Span, ...]
     """An entry for each op of each rank."""
     name: str = ""
-    """The Program's name."""
     source: str = "predicted"
     """`predicted` or `measured`."""
 

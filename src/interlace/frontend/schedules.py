@@ -1,9 +1,5 @@
 """The schedules of a compiled model as files, and files run in place of generated schedules.
 
-    compiled = interlace.compile(model, x, mesh=mesh)
-    interlace.export(compiled, "schedules")     # forward-3f2a91c0.ilc, backward-77d0c1e2.ilc, ...
-    edited = interlace.compile(model, x, mesh=mesh, options=Options(schedules="schedules"))
-
 Note [The name of a schedule]
     The digits in a file's name are a digest of the graph's serial Program: what it computes, of
     which sizes, in which teams. Neither strategies nor the placement of ranks count, so replicas

@@ -82,7 +82,7 @@ class Site:
     module: str = field(default="", metadata=written(positional=True))
     """The path of the module in the model."""
     strategy: str = field(default="serial", metadata=written(always=True))
-    """How it is overlapped: a name of docs/explanation/strategies.md."""
+    """The way that it is overlapped (docs/explanation/strategies.md)."""
     protocol: str | None = None
     """With `peer`: `put` or `get`."""
     chunks: int | None = None
@@ -112,7 +112,6 @@ class Program:
     """A list of ops for every rank of its teams or, after `instantiate`, for one."""
 
     name: str = "main"
-    """The name, as of a function."""
     teams: tuple[Team, ...] = ()
     """The axes of the mesh, in order, and further teams."""
     sizes: SizeClass = FIXED

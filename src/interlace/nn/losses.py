@@ -1,8 +1,4 @@
-"""Losses as modules.
-
-loss = CrossEntropyLoss(label_smoothing=0.1, group=tp)(logits, target)
-loss = LinearCrossEntropyLoss(z_loss=1e-4)(hidden, head.weight, target)
-"""
+"""Losses as modules, whose options are set once."""
 
 from __future__ import annotations
 

@@ -1,12 +1,5 @@
 """Plans of modules, applied so that their communication overlaps: torch's styles, or words.
 
-    for block in model.layers:                       # a plan of `parallelize_module`
-        done = parallelize(block, mesh["tp"], plan)  # "attention.wq": ColwiseParallel(), ...
-    print(done.plain)
-
-    done = parallelize(model, mesh["tp"])            # transformers': "...q_proj": "colwise", ...
-    print(done.replicated)
-
 Note [What a plan becomes]: `ColwiseParallel` and `RowwiseParallel` become `OverlapColwise` and
 `OverlapRowwise` of the same layouts. Where `PrepareModuleInput` gathers rows for column-parallel
 layers below it, they become an `OverlapColwiseGroup`, which gathers under their matmuls. All else

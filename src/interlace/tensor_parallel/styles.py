@@ -1,8 +1,5 @@
 """Styles for `parallelize_module` whose communication runs under their matmuls.
 
-    up, down = OverlapColwise(input_layouts=Shard(1)), OverlapRowwise(output_layouts=Shard(1))
-    parallelize_module(block, mesh, {"w1": up, "w2": down})
-
 Parameters are DTensors with the placements of torch's styles, under the same names. A
 `GradAccumulator` takes them without a buffer.
 

@@ -1,9 +1,4 @@
-"""`check`: whether a set of Programs can go wrong in any order that their ranks allow.
-
->>> report = check("step.ilc")
->>> report.sound
-True
-"""
+"""`check`: whether a set of Programs can go wrong in any order that their ranks allow."""
 
 from __future__ import annotations
 

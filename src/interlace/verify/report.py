@@ -97,7 +97,7 @@ class Finding:
     kind: str
     """`race`, `deadlock`, `lifetime`, ... (docs/explanation/semantics.md)."""
     message: str
-    """What happens."""
+    """The fault in a sentence."""
     ops: tuple[OpRef, ...] = ()
     """The ops that make it, each with its rank, line and text."""
     words: str = ""

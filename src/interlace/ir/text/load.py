@@ -1,9 +1,4 @@
-"""Schedules from files: `interlace.load("ring.ilc")` gives a validated Program.
-
->>> program = load("ring.ilc")
->>> [p.name for p in load_set("stages.ilc")]
-['first', 'second']
-"""
+"""Schedules from files: `interlace.load("ring.ilc")` gives a validated Program."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Linear layers over a group: the communication of their rows runs under the matmuls.
 
-    h = all_gather_linear(x, [w_gate, w_up], group=tp)    # x [rows / n, K] -> each [rows, N / n]
-    y = linear_reduce_scatter(h, w_down, group=tp)        # h [rows, K / n] -> [rows / n, N]
-
 Backward communicates anew: only this rank's own x is saved, and never memory of a communication.
 Every call is collective, and so is its backward. The first one for a class of row counts prepares a
 Program (see `interlace.Executor`), later ones run it.
