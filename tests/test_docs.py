@@ -36,7 +36,9 @@ from tests.support.pool import Pool
 from typer.testing import CliRunner
 
 import interlace
+import interlace.float8
 import interlace.nn
+import interlace.nn.functional
 import interlace.optim
 import interlace.tensor_parallel
 from interlace.cli import app
@@ -418,8 +420,10 @@ def test_every_op_is_in_the_table() -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     pages = [text for page, text in PAGES.items() if page.startswith("docs/reference/")]
     described = {line.rpartition(".")[2] for text in pages for line in text.splitlines()}
-    for module in (interlace, interlace.nn, interlace.optim, interlace.tensor_parallel):
-        assert {*module.__all__} - {"InterlaceError", "Options", "errors"} <= described
+    layers = interlace.nn, interlace.nn.functional, interlace.tensor_parallel, interlace.float8
+    for module in (interlace, *layers, interlace.optim):
+        elsewhere = {"InterlaceError", "Options", "errors", "E4M3", "E5M2"}
+        assert {*module.__all__} - elsewhere <= described
 
 
 def test_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class CrossEntropyLoss(Loss):
             are not deprecated.
 
     Raises:
-        OptionError: an option of a former release.
+        OptionError, TypeError: an option is of a former release, or unknown.
     """
 
     function = staticmethod(cross_entropy)
@@ -92,7 +92,7 @@ class LinearCrossEntropyLoss(Loss):
         options: other options of the function.
 
     Raises:
-        OptionError: an option of a former release.
+        OptionError, TypeError: an option is of a former release, or unknown.
     """
 
     function = staticmethod(linear_cross_entropy)

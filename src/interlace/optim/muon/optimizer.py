@@ -176,7 +176,7 @@ class Muon(KeepsStates):
         """FLOPs of a step of a `parameter`, by which `LayerWise` divides the work among owners.
 
         They are those of its matrix products (half of a symmetric one's with `symmetric`) and
-        ELEMENT_FLOPS an element.
+        4,096 an element, for the memory that moves.
 
         Raises:
             OptimizerError: the parameter is of no group.
