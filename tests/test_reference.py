@@ -12,19 +12,27 @@ import builtins
 import doctest
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import griffe
 import pytest
+import torch
 import yaml
 from tests.support.pool import Pool
 from tests.test_docs import run_blocks
 from tests.test_rooms import FIRST_WORDS_TO_AVOID
+from torch import nn
 
-from interlace import errors
+import interlace
+import interlace.nn
+from interlace import errors, float8, optim
+from interlace.cost import Machine, Timeline
+from interlace.nn import functional
+from interlace.passes import run_pipeline
+from interlace.tensor_parallel import OverlapColwise, OverlapColwiseGroup
 
 ROOT = Path(__file__).parents[1]
 PAGES = {path.name: path.read_text() for path in (ROOT / "docs/reference/api").glob("*.md")}
@@ -183,17 +191,69 @@ def test_a_callable_is_described(shown: Shown) -> None:
         ), "the result has no description"
 
 
+def named_errors(shown: Shown) -> set[str]:
+    """The errors of the section `Raises`."""
+    told = shown.sections["raises"].value if "raises" in shown.sections else []
+    return {name.strip() for item in told for name in str(item.annotation).strip("()").split(",")}
+
+
 @pytest.mark.parametrize("shown", OURS, ids=str)
 def test_errors_of_a_callable_are_those_that_there_are(shown: Shown) -> None:
     """Named ones are raised somewhere, and those that the body raises are named."""
-    told = shown.sections["raises"].value if "raises" in shown.sections else []
-    names = {name.strip() for item in told for name in str(item.annotation).strip("()").split(",")}
+    names = named_errors(shown)
     assert names <= vars(errors).keys() | vars(builtins).keys()
     assert names <= raised_anywhere() | vars(builtins).keys()
     body = ast.parse(shown.item.source) if shown.item.is_function else ast.parse("")
     own = {name for name in raises_of(body) if name in vars(errors)}
     text = shown.text + (shown.parent.docstring.value if shown.parent else "")
     assert own <= set(re.findall(r"\w+Error", text)), "an error of the body is not named"
+
+
+LINEAR, ONE = nn.Linear(4, 4), torch.zeros(1, 1)
+SERIAL = "def f(tp: Team[2], x: f32[4], y: out[f32[4]]):\n    main: copy(x, y)\n"
+WRONG: dict[str, Callable[[], object]] = {
+    "compile": lambda: interlace.compile(1),  # type: ignore[arg-type]
+    "explain": lambda: interlace.explain("nowhere.ilc"),
+    "report": lambda: interlace.report(LINEAR, "step.html"),
+    "export": lambda: interlace.export(LINEAR, "generated"),
+    "load": lambda: interlace.load("nowhere.ilc"),
+    "load_set": lambda: interlace.load_set("nowhere.ilc"),
+    "parse": lambda: interlace.parse("x"),
+    "parse_set": lambda: interlace.parse_set(""),
+    "program": lambda: interlace.program(team=2, mesh={"tp": 2}),
+    "check": lambda: interlace.check(1),  # type: ignore[arg-type]
+    "simulate": lambda: interlace.simulate(interlace.parse(SERIAL), "tpu"),  # type: ignore[arg-type]
+    "Executor": lambda: interlace.Executor(interlace.parse(SERIAL)),
+    "run_pipeline": lambda: run_pipeline(interlace.parse(SERIAL), "nothing"),
+    "Machine.load": lambda: Machine.load("nowhere.json"),
+    "Timeline.from_json": lambda: Timeline.from_json("x"),
+    "Recipe": lambda: float8.Recipe(scale="all"),  # type: ignore[arg-type]
+    "convert_to_float8": lambda: float8.convert_to_float8(nn.GELU()),
+    "linear": lambda: float8.linear(ONE, ONE, None, float8.Recipe()),
+    "quantize": lambda: float8.quantize(ONE, torch.int8),
+    "wgrad": lambda: float8.wgrad([], []),
+    "cross_entropy": lambda: functional.cross_entropy(ONE, ONE),
+    "linear_cross_entropy": lambda: functional.linear_cross_entropy(ONE, ONE, ONE),
+    "CrossEntropyLoss": lambda: interlace.nn.CrossEntropyLoss(nothing=1),
+    "all_gather_linear": lambda: functional.all_gather_linear(ONE, ONE, group=None),
+    "linear_all_reduce": lambda: functional.linear_all_reduce(ONE, ONE, group=None),
+    "GroupedLinear": lambda: interlace.nn.GroupedLinear(0, 1, 1),
+    "Adam": lambda: optim.Adam(LINEAR.parameters(), master_weights="x"),
+    "AdamW": lambda: optim.AdamW(LINEAR.parameters(), amsgrad=True),
+    "Muon": lambda: optim.Muon(LINEAR.parameters(), ns_steps=-1),
+    "GradAccumulator": lambda: optim.GradAccumulator(nn.Parameter(ONE, requires_grad=False)),
+    "OverlapColwise": lambda: OverlapColwise(input_layouts="rows"),  # type: ignore[arg-type]
+    "OverlapColwiseGroup": lambda: OverlapColwiseGroup(()),
+}
+"""Calls that are refused, by the object that they are of."""
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_error_is_named_where_it_is_raised(name: str) -> None:
+    (shown,) = [s for s in OURS if (f"{s.parent.name}." if s.parent else "") + s.name == name]
+    with pytest.raises((errors.InterlaceError, TypeError)) as caught:
+        WRONG[name]()
+    assert type(caught.value).__name__ in named_errors(shown)
 
 
 def raises_of(tree: ast.AST) -> Iterator[str]:
