@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import interlace
 from interlace import Options
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
 VOCABULARY, LAYERS, DIM, HEAD, BATCH, PROMPT, NEW = 256, 2, 128, 16, 4, 16, 16
 
 Cache = list[tuple[Tensor, Tensor]]

@@ -18,11 +18,10 @@ from tensor_parallel_llama import shard  # the plan: torch's styles for each blo
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from train_llama import Llama, text
+from train_llama import DEVICE, Llama, text
 
 import interlace
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS, DIM, HEAD, BATCH, SEQUENCE, STEPS = 2, 128, 16, 2, 128, 3
 
 

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import interlace
 from interlace.nn import GroupedLinear
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
 LOCAL, ROOM, TOKENS, DIM, HIDDEN, STEPS = 2, 128, 256, 256, 512, 3
 """Experts of a rank, tokens that an expert takes from each rank, and sizes."""
 

@@ -10,6 +10,8 @@ together, and shows what is wrong with a pair that is not sound. Gradients are t
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +20,7 @@ import interlace
 from interlace.ir import Program
 from interlace.trace import figures_text
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
 PARTS, ROWS, DIM, HIDDEN = 4, 64, 128, 256
 """Micro-batches, the rows of each, and sizes."""
 BATCH = PARTS * ROWS

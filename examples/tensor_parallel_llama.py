@@ -29,7 +29,7 @@ from train_llama import VOCABULARY, Llama  # an ordinary module, without a line 
 
 import interlace
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
 LAYERS, DIM, HEAD, BATCH, SEQUENCE = 1, 128, 16, 2, 256
 
 

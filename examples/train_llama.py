@@ -4,13 +4,14 @@
 
 Each way starts from the same weights and sees the same batches: `single` (no parallelism), `plain`
 (torch's tensor parallel styles), `overlapped` (that plan by `parallelize`) and `fp8` (so, with a
-recipe). The call that applies a plan to a block is all that differs. `--device cuda` is for GPUs.
+recipe). The call that applies a plan to a block is all that differs. `--steps 300` is a longer run.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import os
 import sysconfig
 import time
 from pathlib import Path
@@ -35,6 +36,9 @@ from interlace.float8 import Recipe
 from interlace.tensor_parallel import parallelize
 
 WAYS = ("single", "plain", "overlapped", "fp8")
+ON_GPUS = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+DEVICE = "cuda" if ON_GPUS else "cpu"
+"""GPUs where each rank has one of its own."""
 VOCABULARY = 256
 """The text is trained on byte by byte."""
 
@@ -240,9 +244,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ways", default=",".join(WAYS), help="of " + ", ".join(WAYS))
     parser.add_argument("--tp", type=int, default=2, help="ranks of tensor parallelism")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default=DEVICE, help="cpu or cuda (%(default)s here)")
     for name, value in (
-        *(("steps", 300), ("batch", 8), ("sequence", 128), ("seed", 0)),
+        *(("steps", 30), ("batch", 8), ("sequence", 128), ("seed", 0)),
         *(("dim", 256), ("layers", 2), ("head", 32)),
     ):
         parser.add_argument(f"--{name}", type=int, default=value)

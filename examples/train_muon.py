@@ -1,10 +1,10 @@
 """Trains a small Llama with Muon: each matrix is updated by its owner, under data parallelism.
 
-    torchrun --nproc-per-node 4 examples/train_muon.py --steps 300
+    torchrun --nproc-per-node 4 examples/train_muon.py
 
 Each way starts from the same weights and sees the same batches: `adamw` (AdamW on every rank, under
 DDP), `muon` (Muon on every rank, under DDP), `synchronous` and `overlapped` (LayerWise, which
-gathers weights in the step or under the next forward, and compares the ranks' every 50 steps).
+gathers weights in the step or under the next forward, and compares the ranks' every 10 steps).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from train_llama import Llama, batch, loss_of, text  # pyright: ignore[reportMissingImports]
+from train_llama import DEVICE, Llama, batch, loss_of, text  # pyright: ignore[reportMissingImports]
 
 from interlace.optim import AdamW, LayerWise, Muon, muon_groups
 
@@ -36,7 +36,7 @@ def train(way: str, mesh: DeviceMesh, args: argparse.Namespace) -> tuple[list[fl
     if way in ("adamw", "muon"):
         model, optimizer = DistributedDataParallel(model), inner
     else:
-        facts = {"overlap_param_gather": way == "overlapped", "check_replicas_every": 50}
+        facts = {"overlap_param_gather": way == "overlapped", "check_replicas_every": 10}
         optimizer = LayerWise(inner, model, mesh, bucket_bytes=args.bucket_bytes, **facts)
     draw, losses, began = torch.Generator().manual_seed(args.seed), [], time.perf_counter()
     for _ in range(args.steps):
@@ -59,9 +59,9 @@ def train(way: str, mesh: DeviceMesh, args: argparse.Namespace) -> tuple[list[fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ways", default=",".join(WAYS), help="of " + ", ".join(WAYS))
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default=DEVICE, help="cpu or cuda (%(default)s here)")
     for name, value in (
-        *(("steps", 100), ("batch", 8), ("sequence", 128), ("seed", 0)),
+        *(("steps", 30), ("batch", 8), ("sequence", 128), ("seed", 0)),
         *(("dim", 256), ("layers", 2), ("head", 32), ("bucket_bytes", 1 << 20)),
     ):
         parser.add_argument(f"--{name}", type=int, default=value)

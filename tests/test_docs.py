@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import csv
+import doctest
 import gc
 import io
 import os
@@ -35,7 +36,9 @@ from tests.support.pool import Pool
 from typer.testing import CliRunner
 
 import interlace
+import interlace.float8
 import interlace.nn
+import interlace.nn.functional
 import interlace.optim
 import interlace.tensor_parallel
 from interlace.cli import app
@@ -99,6 +102,8 @@ def of_page(page: str, language: str = "python") -> list[Block]:
 
 
 SCRIPTS = {page: of_page(page) for page in PAGES if of_page(page) and page not in NOT_RUN}
+SCRIPTS = {page: blocks for page, blocks in SCRIPTS.items() if "/api/" not in page}
+"""By page, what runs here; pages of the reference run in test_reference.py."""
 
 MLP = """
 import torch, torch.nn as nn, interlace
@@ -182,6 +187,9 @@ def run_blocks(codes: list[str], folder: str) -> str:
             contextlib.redirect_stdout(printed),
         ):
             for number, code in enumerate(codes):
+                if code.startswith(">>> "):
+                    run_doctest(code, vars(module))
+                    continue
                 path = Path(folder, f"block{number}.py")  # which TorchDynamo may look into
                 path.write_text(code)
                 exec(compile(code, str(path), "exec"), vars(module))
@@ -191,6 +199,15 @@ def run_blocks(codes: list[str], folder: str) -> str:
     torch.compiler.reset()
     gc.collect()
     return printed.getvalue()
+
+
+def run_doctest(code: str, names: dict[str, Any]) -> None:
+    """Runs the example of a docstring; fails where it prints something else."""
+    test = doctest.DocTestParser().get_doctest(code, names, "example", None, None)
+    test.globs, told = names, list[str]()  # not a copy: later examples go on from here
+    assert not doctest.DocTestRunner().run(test, out=told.append, clear_globs=False).failed, (
+        "".join(told)
+    )
 
 
 def with_checks(blocks: list[Block]) -> list[str]:
@@ -405,8 +422,10 @@ def test_every_op_is_in_the_table() -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     pages = [text for page, text in PAGES.items() if page.startswith("docs/reference/")]
     described = {line.rpartition(".")[2] for text in pages for line in text.splitlines()}
-    for module in (interlace, interlace.nn, interlace.optim, interlace.tensor_parallel):
-        assert {*module.__all__} - {"InterlaceError", "Options", "errors"} <= described
+    layers = interlace.nn, interlace.nn.functional, interlace.tensor_parallel, interlace.float8
+    for module in (interlace, *layers, interlace.optim):
+        elsewhere = {"InterlaceError", "Options", "errors", "E4M3", "E5M2"}
+        assert {*module.__all__} - elsewhere <= described
 
 
 def test_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:

@@ -23,6 +23,11 @@ CLI_HEAD = """# Command line
 
 `interlace COMMAND`, or `python -m interlace COMMAND`; `-h` and `--help` show this for one command.
 
+```console
+$ interlace doctor
+$ interlace check all_gather_linear.ilc --json
+```
+
 | exit code | meaning |
 | --- | --- |
 | 0 | success |
@@ -39,10 +44,16 @@ OPTIONS_HEAD = """# Options
 
 <!-- Written by docs/generate from interlace.Options. Change that, then run `make docs`. -->
 
-`interlace.Options` is one frozen, keyword-only dataclass, for
-`interlace.compile(..., options=...)`.
-`torch.compile(..., backend="interlace", options={...})` takes the same names as a dict, and some
-commands have options of the same names. An unknown name or value raises `OptionError`.
+```python
+import interlace
+
+options = interlace.Options(strategy="ring", timeout_s=60.0)  # compile(model, options=options)
+```
+
+`interlace.compile` and `Executor` take this frozen dataclass.
+`torch.compile(..., backend="interlace", options={"strategy": "ring"})` takes the same names as a
+dict, and some commands have options of the same names. An unknown name or value raises
+`OptionError`.
 """
 
 

@@ -65,11 +65,17 @@ HEAD = """# Ops
 
 <!-- Written by docs/generate from the dataclasses. Change those, then run `make docs`. -->
 
-Each op is one effect: a frozen dataclass in `interlace.ir`. All have `stream` (the queue they run
-on), `site` (the communication they serve) and `loc` (the module and source line they come from).
-`reads()` and `writes()` give what an op touches; the verifier, the memory planner, the simulator
-and the trace know an op by these and by its place in the order. How an op orders others is in
-[What a schedule means](../explanation/semantics.md), how it is written in [Text](text.md).
+Each op is one effect. Its [text](text.md) begins with the stream that it runs on:
+
+```python
+comm: get(full[tp.rank + 1], peer=tp.rank + 1, site=1)
+```
+
+In Python it is a frozen dataclass of `interlace.ir`. All have `stream`, `site` (the communication
+that they serve) and `loc` (the module and source line that they come from). `reads()` and
+`writes()` give what an op touches; the verifier, the memory planner, the simulator and the trace
+know an op by these and by its place in the order. How an op orders others is in
+[What a schedule means](../explanation/semantics.md).
 """
 
 IN_PLACE = """## In place

@@ -1,13 +1,6 @@
 """Every error a user can see, in one place.
 
-Each says what happened, where, and how to fix it. `InterlaceError` catches all of them:
-
-    try:
-        executor.run(inputs)
-    except interlace.InterlaceError as error:
-        print(error)
-
-Invariants of Interlace's own code are `assert`s.
+Each says what happened, where, and how to fix it. Invariants of Interlace's own code are `assert`s.
 """
 
 from __future__ import annotations

@@ -22,11 +22,13 @@ unfinished: set[str] = set()
 
 
 def reset_teams(timeout_s: float | None = None) -> None:
-    """After a failure, or an error of a rank's own code: forgets it, so that runs may go on.
+    """Forgets a failure, or an error of a rank's own code, so that runs may go on.
 
-    Every rank calls it, once for each failure. Who waits for a rank that is here hears of it at
-    once. It is collective for teams that are set up; ranks of others are told, and not waited for.
-    Where nothing failed, connections stay.
+    Every rank calls it, once for each failure. It is collective for teams that are set up; ranks of
+    others are told, and not waited for. Where nothing failed, connections stay.
+
+    Args:
+        timeout_s: seconds that a rank is waited for; by default the process group's own.
     """
     limit, teams = limit_s(timeout_s), live_teams()
     set_up = [team for team in teams if team.is_set_up]

@@ -472,11 +472,14 @@ def attending(meetings: Iterable[tuple[TeamComm, str]]) -> Iterator[Callable[[],
 
 
 def release_teams() -> None:
-    """Ends all teams: their connections, shared memory and CUDA graphs go, and Executors made
-    before can no longer run. Call it before `destroy_process_group`.
+    """Ends all teams: call it before `destroy_process_group`.
 
-    Runs under way are waited for, bounded. Device memory that peers map stays to the end of the
-    process: a peer may still read it.
+    Their connections, shared memory and CUDA graphs go, and Executors made before can no longer
+    run. Runs under way are waited for, bounded. Device memory that peers map stays to the end of
+    the process: a peer may still read it.
+
+    Raises:
+        TeamError: this process was forked from the one that made the teams.
     """
     check_process()
     with _teams_lock:

@@ -176,6 +176,7 @@ class Machine:
 
     name: str
     device: str
+    """`cpu` or `cuda`."""
     host: str = ""
     """Where it was measured (`fingerprint()`); empty for a built-in model."""
     gemm_flops: tuple[tuple[str, float], ...]
@@ -221,7 +222,7 @@ class Machine:
     """And those of packed rows of FP8, which only some versions of Triton compile."""
 
     def replace(self, **changes: object) -> Machine:
-        """This machine with some figures changed."""
+        """This machine with other `changes` of figures."""
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
     def measured_site(self, site: SiteKey, strategy: str) -> float | None:
@@ -247,7 +248,7 @@ class Machine:
         return self.replace(issue=issue, issue_s=0.0, captured=True)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a calibration file for this host, whole or not at all."""
+        """Writes a calibration file for this host to `path`, whole or not at all."""
         from interlace.cost.machine_file import save
 
         save(self, path)
@@ -256,10 +257,19 @@ class Machine:
     def load(
         cls, path: str | os.PathLike[str], *, any_host: bool = False, gpus: str | None = None
     ) -> Machine:
-        """Reads a calibration file; `any_host` takes one that was measured elsewhere.
+        """Reads a calibration file, as `save` and `interlace calibrate` write it.
 
-        `gpus` says what this host has (`4 x NVIDIA H200`); without it a file of GPUs is taken on
-        trust, since nothing here looks for them.
+        Args:
+            path: the file.
+            any_host: takes a file that was measured elsewhere.
+            gpus: what this host has (`4 x NVIDIA H200`); without it a file of GPUs is taken on
+                trust.
+
+        Returns:
+            The machine.
+
+        Raises:
+            CalibrationError: the file is missing, malformed or of another host.
         """
         from interlace.cost.machine_file import load
 

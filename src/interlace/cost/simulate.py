@@ -36,12 +36,20 @@ def simulate(
     programs: ProgramOrPath | Sequence[ProgramOrPath],
     machine: Machine | Literal["cpu", "cuda"] = "cpu",
 ) -> Timeline:
-    """The predicted timeline of one run, from an idle machine: a calibration (`Machine.load`), or
-    the built-in model of a device by its name, `cpu` or `cuda` (an H200 with its NVLink peers).
+    """Predicts the timeline of one run, from an idle machine.
 
-    The path of a schedule's file stands for the Programs in it. Raises ParseError for a file that
-    cannot be read, OptionError for what is neither a Program nor a path, CalibrationError for
-    another name of a machine, and SoundnessError where the run would not end.
+    Args:
+        programs: as of `check`.
+        machine: a calibration (`Machine.load`), or the built-in model of a device by its name:
+            `cpu`, or `cuda` (an H200 with its NVLink peers).
+
+    Returns:
+        The timeline, with a span for each op of each rank.
+
+    Raises:
+        ParseError, OptionError: as of `check`.
+        CalibrationError: there is no built-in model of that name.
+        SoundnessError: the run would not end.
     """
     machine = default_machine(machine) if isinstance(machine, str) else machine
     listed = together(programs, "interlace.simulate")

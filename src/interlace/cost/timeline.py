@@ -28,20 +28,24 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One op on one rank: from when its stream reached it until it was done.
-
-    For communication that includes waiting for the peers, as when measured. `op_index` is the
-    op's place in the Program's list, and `rank` is the global rank.
-    """
+    """One op on one rank, from when its stream reached it, so with waits for peers, to its end."""
 
     rank: int
+    """The global rank."""
     stream: str
+    """The stream of that rank."""
     op_index: int
+    """The place of the op in its Program."""
     name: str
+    """The op in a few words."""
     start_s: float
+    """Seconds since the run began,"""
     end_s: float
+    """and when it was done."""
     site: int | None = None
+    """The site that the op serves."""
     kind: str = "compute"
+    """`compute`, `comm`, `sync` or `memory`."""
 
     @property
     def seconds(self) -> float:
@@ -75,11 +79,13 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Timeline:
-    """The spans of a run, in any order; `source` says `predicted` or `measured`."""
+    """The spans of a run, in any order."""
 
     spans: tuple[Span, ...]
+    """An entry for each op of each rank."""
     name: str = ""
     source: str = "predicted"
+    """`predicted` or `measured`."""
 
     def __repr__(self) -> str:
         told = f"{len(self.ranks)} ranks, {len(self.spans)} spans, {self.makespan_s * 1e3:.3f} ms"
@@ -96,12 +102,12 @@ class Timeline:
         return _makespan(self.spans)
 
     def streams(self, rank: int) -> tuple[str, ...]:
-        """The streams of one rank, in order of first use."""
+        """The streams of a `rank`, in order of first use."""
         mine = sorted((s for s in self.spans if s.rank == rank), key=lambda s: s.op_index)
         return tuple(dict.fromkeys(span.stream for span in mine))
 
     def of(self, *, rank: int | None = None, site: int | None = None) -> Timeline:
-        """The part that belongs to one rank, to one site, or to both."""
+        """The part that belongs to a `rank`, to a `site`, or to both."""
         kept = tuple(
             span
             for span in self.spans
@@ -110,7 +116,7 @@ class Timeline:
         return Timeline(kept, self.name, self.source)
 
     def exposed(self, rank: int) -> list[Interval]:
-        """When a rank communicated and computed nothing."""
+        """The intervals in which a `rank` communicated and computed nothing."""
         comm, compute = (
             union((s.start_s, s.end_s) for s in self.spans if (s.rank, s.kind) == (rank, kind))
             for kind in ("comm", "compute")
@@ -120,7 +126,7 @@ class Timeline:
         return intersection(comm, list(zip(ends, starts, strict=True)))
 
     def figures(self, rank: int | None = None) -> Figures:
-        """The figures of one rank; without one, sums over the ranks (and the makespan of all)."""
+        """The figures of a `rank`; without one, sums over the ranks (and the makespan of all)."""
         if rank is not None:
             return _figures([span for span in self.spans if span.rank == rank])
         by_rank: dict[int, list[Span]] = {}
@@ -145,7 +151,11 @@ class Timeline:
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
-        """A timeline from what `to_json` wrote. Raises ParseError for anything else."""
+        """A timeline from the `text` that `to_json` wrote.
+
+        Raises:
+            ParseError: it is another text.
+        """
         try:
             fields: Any = json.loads(text)
             if fields["schema"] != SCHEMA:

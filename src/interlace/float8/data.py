@@ -70,12 +70,16 @@ class Float8Data:
         return scales(self.packed)
 
     def t(self) -> Float8Data:
-        """The transpose [K, M rounded up to 16], by its copy: an InputError if there is none."""
+        """The transpose [K, M rounded up to 16], by its copy.
+
+        Raises:
+            InputError: it was quantised without `transpose=True`.
+        """
         if self.transposed is None:
             raise InputError("there is no transposed copy: quantize with transpose=True")
         rows = padded(self.packed.shape[0])
         return Float8Data(self.transposed, rows, self.packed)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The numbers that it stands for [M, K], each rounded once to fp32, then to `dtype`."""
+        """The numbers that it stands for [M, K], rounded once to fp32, then to `dtype`."""
         return (self.data.float() * self.scale_inv).to(dtype)

@@ -117,11 +117,21 @@ class Float8Product(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
-    """`F.linear` of x [..., K], weight [N, K] and bias [N] in FP8, as x's dtype [..., N].
+    """Computes `F.linear` in FP8; gradients are computed in FP8 as well.
 
-    K and N are multiples of 16; x is bf16, fp16 or fp32, and weight and bias are of its dtype, or
-    all are cast by autocast. Raises InputError where they are not; UnsupportedError on a device
-    without FP8.
+    Args:
+        x: [..., K], bf16, fp16 or fp32.
+        weight: [N, K]; K and N are multiples of 16. It and `bias` are of x's dtype, or all are cast
+            by autocast.
+        bias: [N].
+        recipe: formats and scales.
+
+    Returns:
+        [..., N] of x's dtype.
+
+    Raises:
+        InputError: sizes, dtypes or devices do not fit, or a tensor is a DTensor.
+        UnsupportedError: the device has no FP8.
     """
     return _linear(x, weight, bias, recipe, None)
 
@@ -199,13 +209,13 @@ def unfit_sizes(weight: Tensor) -> str:
 
 
 class Float8Linear(nn.Linear):
-    """`torch.nn.Linear` that multiplies in FP8; its parameters and state_dict are the same."""
+    """`torch.nn.Linear` that multiplies in FP8; arguments, parameters, state_dict are the same."""
 
     recipe: Recipe = Recipe()
     _kept: Keep | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input` [..., K] as [..., N]; autocast casts as for `torch.nn.Linear`."""
+        """The output [..., N] of an `input` [..., K], as by `linear`."""
         keep = None if torch.compiler.is_compiling() else self._kept
         return _linear(input, self.weight, self.bias, self.recipe, keep)
 
@@ -216,13 +226,21 @@ def convert_to_float8(
     *,
     filter: Callable[[str, nn.Linear], bool] | None = None,
 ) -> nn.Module:
-    """Makes the `torch.nn.Linear` layers of a model `Float8Linear`, in place; returns the model.
+    """Makes the `torch.nn.Linear` layers of a model `Float8Linear`, in place.
 
-    `filter(name, module)` chooses layers; without one, all are that FP8's GEMM can take. A warning
-    names linear layers that stay as they are for another reason than the filter: their sizes, or a
-    class or a forward of their own. Modules, parameters and hooks stay the objects that they are,
-    so optimizers and state_dicts do too. Raises InputError where the filter chooses a layer of
-    sizes that FP8 cannot take, or no layer is left.
+    Modules, parameters and hooks stay the objects that they are, so optimizers and state_dicts do
+    too. A warning names linear layers that stay as they are for another reason than the filter.
+
+    Args:
+        model: a model, before `torch.compile`.
+        recipe: of all these layers; None is `Recipe()`.
+        filter: chooses layers as `filter(name, module)`; by default all that FP8's GEMM can take.
+
+    Returns:
+        The model.
+
+    Raises:
+        InputError: the filter chooses a layer of sizes that FP8 cannot take, or no layer is left.
     """
     chosen: list[nn.Linear] = []
     left: list[str] = []
@@ -250,17 +268,18 @@ def convert_to_float8(
 
 @contextmanager
 def kept_weights(model: nn.Module) -> Iterator[None]:
-    """Quantises the weight of each `Float8Linear` once for all calls in this context, and anew
-    where it has changed: a step of an optimizer, load_state_dict, any write that autograd sees, and
-    another tensor in its place. A write to `weight.data` goes unseen: write to the weight itself.
+    """Quantises the weight of each `Float8Linear` once for all calls in this context.
 
-        with kept_weights(model):
-            for batch in micro_batches:
-                loss(model(batch)).backward()
-        optimizer.step()
+    A weight is quantised anew where it has changed: a step of an optimizer, load_state_dict, any
+    write that autograd sees. A write to `weight.data` goes unseen: write to the weight itself.
+    Kept weights take two bytes a number more. Weights that fully_shard gathers, and all under
+    torch.compile, are quantised in every call all the same.
 
-    They take two bytes a number more. Weights that fully_shard gathers, unseen too, are quantised
-    in every call all the same, and so are all under torch.compile.
+    Args:
+        model: a model with such layers.
+
+    Yields:
+        Nothing: use it in a `with` statement around the micro-batches of a step.
     """
     from torch.distributed.fsdp import FSDPModule  # takes long
 

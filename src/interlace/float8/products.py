@@ -29,11 +29,19 @@ def matmul(
     *,
     fast_accum: bool = False,
 ) -> Tensor:
-    """`a @ b.T` of a [M, K] and b [N, K], both along K in memory, as [M, N] of `out_dtype`.
+    """Multiplies two FP8 matrices that lie along K in memory: `a @ b.T`.
 
-    K and N are multiples of 16; `out_dtype` is bf16, fp16 or fp32. `fast_accum` leaves Hopper's
-    sums in the tensor cores, which have fewer bits than fp32. Raises InputError where the two do
-    not fit each other, or the GEMM cannot take them.
+    Args:
+        a: [M, K].
+        b: [N, K]; K and N are multiples of 16.
+        out_dtype: bf16, fp16 or fp32.
+        fast_accum: leaves Hopper's sums in the tensor cores, which have fewer bits than fp32.
+
+    Returns:
+        [M, N] of `out_dtype`.
+
+    Raises:
+        InputError: the two do not fit each other, or the GEMM cannot take them.
     """
     _check(a, b, out_dtype)
     shape = a.packed.shape[0], b.packed.shape[0]
@@ -47,11 +55,18 @@ def wgrad(
     inputs: Sequence[Float8Data],
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The sum over shards of `dy.T @ x`, dy [M, N] and x [M, K], as [N, K] of `out_dtype`.
+    """Computes a weight's gradient as the sum over shards of `dy.T @ x`, in one GEMM.
 
-    All shards have M rows, and each its own scales, which are powers of two or equal. It is one
-    GEMM: see Note [One scale for a sum over shards] in quantization.py. Raises InputError without
-    shards, or where they do not fit each other.
+    Args:
+        gradients: dy [M, N] of each shard; its scales are powers of two, or those of all shards.
+        inputs: x [M, K] of each shard, with the same M.
+        out_dtype: as of `matmul`.
+
+    Returns:
+        [N, K] of `out_dtype`.
+
+    Raises:
+        InputError: there are no shards, or they do not fit each other.
     """
     if len(gradients) != len(inputs) or not inputs:
         raise InputError(

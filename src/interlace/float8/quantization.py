@@ -49,14 +49,22 @@ def quantize(
     transpose: bool = False,
     amax: Tensor | None = None,
 ) -> Float8Data:
-    """`x` (..., K) as a matrix of FP8 [M, K], with its scales; no gradient flows.
+    """Quantises a tensor to a matrix of FP8 with its scales; no gradient flows.
 
-    x is bf16, fp16 or fp32, of any strides; `kind` is E4M3 or E5M2. `transpose` adds the copy
-    [K, M] that a product over M needs. `amax`, fp32 numbers of which the largest counts, stands
-    for the maximum of x where one is known, such as that of all shards of x.
+    Args:
+        x: [..., K], bf16, fp16 or fp32, of any strides.
+        kind: E4M3 or E5M2.
+        recipe: how the scale is rounded, and from which maximum.
+        transpose: adds the copy [K, M] that a product over M needs.
+        amax: fp32 numbers of which the largest counts as the maximum of x, such as that of all
+            shards of x.
 
-    Raises InputError for another dtype, format, or number of dimensions, or an `amax` that does
-    not fit; UnsupportedError on a device without FP8.
+    Returns:
+        The matrix [M, K], M being the rows of all leading dimensions.
+
+    Raises:
+        InputError: another dtype, format or number of dimensions, or an `amax` that does not fit.
+        UnsupportedError: the device has no FP8.
     """
     matrix = _matrix(x)
     if kind not in FORMATS:
@@ -78,10 +86,17 @@ def quantize(
 
 
 def amax_of(x: Tensor) -> Tensor:
-    """fp32 numbers of which the largest is the maximum of |x|, NaN left out; 0 if x is empty.
+    """Computes the maximum of |x|, in parts that ranks can reduce element by element.
 
-    How many there are depends on the device alone, so ranks can reduce them element by element.
-    Raises what `quantize` raises.
+    Args:
+        x: as of `quantize`.
+
+    Returns:
+        fp32 numbers of which the largest is the maximum, NaN left out; 0 if x is empty. How many
+        there are depends on the device alone.
+
+    Raises:
+        InputError, UnsupportedError: as of `quantize`.
     """
     return _amax(_matrix(x))
 

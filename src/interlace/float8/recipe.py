@@ -35,10 +35,16 @@ def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Current scaling: the scale of a tensor comes of its own values, not of earlier steps.
+    """Formats and scales of FP8: a scale comes from a tensor's own values, not from earlier steps.
 
-    Inputs and weights are E4M3: FP8 GEMMs take E5M2 on one side at most. Raises OptionError where
-    a value is none that the option takes.
+    Inputs and weights are E4M3: FP8 GEMMs take E5M2 on one side at most.
+
+    Raises:
+        OptionError: a value is none that the option takes.
+
+    Examples:
+        >>> Recipe(scale="team").power_of_two
+        False
     """
 
     gradient: torch.dtype = E5M2

@@ -1,10 +1,5 @@
 """`interlace.compile`: a module on DTensors, overlapped, without TorchDynamo.
 
-    compiled = interlace.compile(block, x, mesh=mesh)
-    y = compiled(x)                      # differentiable, like block(x)
-    print(compiled.explain())            # every communication, how it is overlapped, and why
-    interlace.simulate(compiled.program)      # the predicted timeline; measured: the option `trace`
-
 Where `torch.compile` reads bytecode and guards it, this runs the module once on fake tensors.
 What depends on more than the arguments' sizes, layouts and plain values is fixed by that run. A
 new combination of those is compiled anew; the least recently used is dropped beyond `cache_size`.
@@ -55,24 +50,34 @@ def compile(
     options: Options | Mapping[str, object] | None = None,
     **others: object,
 ) -> Compiled:
-    """`module`, its communication overlapped with its computation.
+    """Compiles a module so that its communication runs under its computation.
 
-    The result is an `nn.Module` with the parameters, the state and the modes of `module` itself. An
-    attribute that a `Compiled` has too (such as `options`) is that of `module` under `.fn`.
+    Functions, and sizes that change (batch, sequence, a cache that grows) with one Program for a
+    class of them, are for `torch.compile(..., backend="interlace")`.
 
-    With `examples`, the arguments of a call, it is compiled at once, on all ranks together; without
-    them at the first call. `mesh` names the teams of process groups that no argument names.
+    Args:
+        module: a module whose Parameters are DTensors, or which communicates over process groups.
+            What `torch.compile` was given before, as `module` or within it, is taken as it was.
+        examples: the arguments of a call. With them `module` is compiled at once, on all ranks
+            together; without them at the first call, which then raises the errors below.
+        mesh: names the teams of process groups that no argument names.
+        options: `Options`, or a mapping of them.
 
-    A module that `torch.compile` was given before, as `module` or within it, is taken as it was
-    before. Functions, and sizes that change (batch, sequence, a cache that grows) with one Program
-    for a class of them, are for `torch.compile(..., backend="interlace")`.
+    Returns:
+        An `nn.Module` with the parameters, the state and the modes of `module` itself. An attribute
+        that `Compiled` has too (such as `options`) is that of `module` under `.fn`.
 
-    Raises (here with `examples`, else from the first call):
+    Raises:
         OptionError: an argument or an option is invalid.
         UnsupportedError: an operator or a sharding cannot be lowered.
         SoundnessError, ScheduleError: one of `Options.schedules` is unsound, or does not fit.
         AgreementError, PeerError, CommTimeoutError: another rank compiles something else, fails, or
             does not come.
+
+    Examples:
+        >>> compiled = interlace.compile(model, x, mesh=mesh)
+        >>> compiled(x).shape  # as of model(x), and differentiable
+        torch.Size([16, 64])
     """
     for name in others:
         instead = f": give {_GONE[name]} instead" if name in _GONE else ""
@@ -142,7 +147,11 @@ class _Entry:
 
 
 class Compiled(AsModule):
-    """A compiled module: call it as the module; ask it what it does."""
+    """A compiled module: call it as the module; ask it what it does.
+
+    Args:
+        fn, mesh, options: the module and the arguments that `interlace.compile` was given.
+    """
 
     def __init__(self, fn: nn.Module, mesh: DeviceMesh | None, options: Options) -> None:
         self.fn = fn
@@ -163,7 +172,14 @@ class Compiled(AsModule):
         return entry.run(call.tensors)
 
     def prepare(self, *args: object, **kwargs: object) -> Compiled:
-        """Compiles for arguments like these and runs nothing. All ranks call it together."""
+        """Compiles for arguments like these and runs nothing. All ranks call it together.
+
+        Args:
+            args, kwargs: the arguments of a call; a combination that is known is not compiled anew.
+
+        Returns:
+            The compiled module itself.
+        """
         call = self._keys.of(args, kwargs)
         if self._entries.get(call.key) is None:
             self._add(call, args, kwargs)
@@ -197,7 +213,7 @@ class Compiled(AsModule):
         return tuple(bound.program for bound in self.bound)
 
     def explain(self) -> str:
-        """Each communication with its strategy, the reason and what is predicted and measured."""
+        """Returns the text of `interlace.explain` for the arguments met last."""
         from interlace.frontend.explain import explain_bound
 
         return explain_bound(self.bound)

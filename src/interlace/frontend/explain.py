@@ -1,12 +1,5 @@
 """`interlace.explain` and `interlace.report`: what became of the communication of a model.
 
-    model = torch.compile(model, backend="interlace")
-    model(x).sum().backward()
-    print(interlace.explain(model))             # every graph, forward and backward
-    print(interlace.explain(model, why=True))   # what stays serial, and why
-    print(interlace.explain(model, memory=True))  # and what is alive at the peak, by module
-    interlace.report(model, "step.html")        # the timelines, predicted and measured
-
 Nothing is wrapped and nothing is compiled again: the backend knows in whose calls it compiled what
 torch still keeps. The text has strategy, gain, reason, and what it was chosen from:
 
@@ -53,15 +46,27 @@ from interlace.trace.figures import site_figures
 def explain(
     model: Callable[..., object] | ProgramOrPath, *, why: bool = False, memory: bool = False
 ) -> str:
-    """Each communication of a compiled model with its strategy, the reason, the predicted time and
-    the measured one where a run was recorded; and the memory that a run takes at most.
+    """Describes how each communication of a compiled model is overlapped, and why.
 
-    `model` is a module or a function that `torch.compile` made or compiled in place, a module with
-    such parts, what `interlace.compile` gave, a Program, or the path of a schedule's file.
-    `why=True` leaves only what stays serial, and says what keeps a model from being overlapped
-    where nothing is. `memory=True` adds what is alive at the peak of memory, by module. Without
-    graphs the text says what usually causes that; nothing is raised. Raises ParseError for a file
-    that cannot be read.
+    Args:
+        model: a module or a function that `torch.compile` made or compiled in place, a module with
+            such parts, what `interlace.compile` gave, a Program, or the path of a schedule's file.
+        why: leaves only what stays serial, and says what keeps a model from being overlapped where
+            nothing is.
+        memory: adds what is alive at the peak of memory, by module.
+
+    Returns:
+        A text: of each communication the strategy, the reason, the predicted time and, where a run
+        was recorded, the measured one; and the memory that a run takes at most. Where a model has
+        no graphs, the text says what usually causes that.
+
+    Raises:
+        ParseError: a file cannot be read.
+
+    Examples:
+        >>> text = interlace.explain(compiled)
+        >>> "2 communications, sound" in text
+        True
     """
     if isinstance(model, Program | str | os.PathLike):
         programs = together(model, "interlace.explain")
@@ -78,13 +83,24 @@ def explain(
 
 
 def report(model: Callable[..., object], path: str | Path) -> Path:
-    """Writes one HTML page with the timelines of a compiled model: predicted, and measured where a
-    run was recorded. It takes what `explain` takes, but no schedules, and returns the path.
+    """Writes one HTML page with the timelines of a compiled model, predicted and measured.
 
-    What was measured is of the rank that calls it; predictions are of all ranks. On several ranks,
-    call it on one, or give each a path of its own.
+    A run is measured with the option `trace`, on the rank that calls this; predictions are of all
+    ranks. On several ranks, call it on one, or give each a path of its own.
 
-    Raises ExecutorError where there is no schedule to show.
+    Args:
+        model: what `explain` takes, but no schedules.
+        path: the file, which is replaced.
+
+    Returns:
+        The path.
+
+    Raises:
+        ExecutorError: there is no schedule to show.
+
+    Examples:
+        >>> interlace.report(compiled, f"step{rank}.html").suffix
+        '.html'
     """
     if isinstance(model, Program | str | os.PathLike):
         raise ExecutorError(

@@ -1,9 +1,5 @@
 """The schedules of a compiled model as files, and files run in place of generated schedules.
 
-    compiled = interlace.compile(model, x, mesh=mesh)
-    interlace.export(compiled, "schedules")     # forward-3f2a91c0.ilc, backward-77d0c1e2.ilc, ...
-    edited = interlace.compile(model, x, mesh=mesh, options=Options(schedules="schedules"))
-
 Note [The name of a schedule]
     The digits in a file's name are a digest of the graph's serial Program: what it computes, of
     which sizes, in which teams. Neither strategies nor the placement of ranks count, so replicas
@@ -39,17 +35,28 @@ NAME = re.compile(rf"(forward|backward|inference)-[0-9a-f]{{{DIGITS}}}\.ilc")
 def export(
     compiled: Callable[..., object], folder: str | os.PathLike[str], *, overwrite: bool = False
 ) -> list[Path]:
-    """Writes the schedules of a compiled model into `folder` and returns their paths.
+    """Writes the schedules of a compiled model as text, to be read, edited and run again.
 
-    `compiled` is a module or a function that `torch.compile` made, or what `interlace.compile`
-    returned, of which the graphs of the arguments met last are written. Each bound graph gives
-    `KIND-DIGEST.ilc`, the Program that runs, and beside it `KIND-DIGEST.serial.ilc`, the Program
-    that was imported.
-    `Options(schedules=folder)` runs the former, which may be edited. Ranks that run one text write
-    one file, so one of them is enough.
+    Each graph of the arguments met last gives `KIND-DIGEST.ilc`, the Program that runs, and
+    `KIND-DIGEST.serial.ilc`, the Program that was imported. `Options(schedules=folder)` runs the
+    former, which may be edited. Ranks that run one text write one file.
 
-    Raises ExecutorError where nothing is compiled yet, and ScheduleError, before anything is
-    written, where a file has another text, an edited one perhaps; `overwrite=True` replaces it.
+    Args:
+        compiled: what `torch.compile` made, or what `interlace.compile` returned.
+        folder: the folder, which is made where need be.
+        overwrite: replaces files that have another text, edited ones perhaps.
+
+    Returns:
+        The paths of the files.
+
+    Raises:
+        ExecutorError: nothing is compiled yet.
+        ScheduleError: a file has another text; nothing was written.
+
+    Examples:
+        >>> paths = interlace.export(compiled, "generated")
+        >>> {path.name.split("-")[0] for path in paths} == {"forward", "backward"}
+        True
     """
     from interlace.frontend.explain import graphs_of, none_of
 

@@ -78,12 +78,22 @@ def program(
     ranks: Sequence[int] | None = None,
     lines: bool = True,
 ) -> Builder:
-    """A builder of a Program, to be used as `with interlace.program("name", team=4) as p:`.
+    """Begins a Program in Python: `with interlace.program("name", team=4) as p:`.
 
-    `team=4` is one team named `tp`; `mesh={"dp": 2, "tp": 4}` names the axes of a mesh; `groups`
-    adds teams of global ranks, such as `{"pipe": [[0, 2], [1, 3]]}`; `ranks` are the global ranks
-    that run the Program, where it is not the whole mesh. `lines=False`, for Programs that code
-    generates: ops name their module alone, and not the line of Python that wrote them.
+    Args:
+        name: the Program's name.
+        team: the size of one team, which is named `tp`.
+        mesh: the sizes of several teams by name, the axes of a mesh: `{"dp": 2, "tp": 4}`.
+        groups: further teams, of global ranks: `{"pipe": [[0, 2], [1, 3]]}`.
+        ranks: the global ranks that run the Program, where it is not the whole mesh.
+        lines: records in each op the line of Python that wrote it; False for generated code.
+
+    Returns:
+        A builder; `p.program` is the validated Program, at the end of the block or before.
+
+    Raises:
+        ProgramError: `team` and a mesh axis `tp` are both given; from the builder: what is written
+            breaks a structural rule.
     """
     axes = dict(mesh or {})
     if team is not None:
@@ -233,7 +243,20 @@ class SiteOptions(TypedDict, total=False):
 
 
 class Builder:
-    """Collects the ops of one Program; `p.tp` is the team of that name."""
+    """Collects the ops of one Program; `p.tp` is the team of that name.
+
+    Methods for ops take views (what `input`, `alloc` and so on return, and views of these) and the
+    fields of the op ([Ops](../ops.md)): `team` where the peer does not name it, and `backend`,
+    `splits`, `reduce` and `root` of collectives. Buffers take `strides`, `alloc` also `storage` and
+    `offset`; sites what a `Site` has.
+
+    Args:
+        name, ranks, lines: as of `interlace.program`, which makes builders.
+        teams: the teams.
+
+    Raises:
+        ProgramError: from a method, or at the end: what is written breaks a structural rule.
+    """
 
     def __init__(
         self, name: str, teams: tuple[Team, ...], ranks: tuple[int, ...] | None, lines: bool = True
@@ -305,14 +328,14 @@ class Builder:
         return self._program
 
     def size(self, name: str, value: int) -> Size:
-        """A size that differs from run to run; decisions are made for `value`."""
+        """A size `name` that differs from run to run; decisions are made for `value`."""
         if name in self.sizes.values:
             raise ProgramError(f"size {name!r} is declared twice: give the second another name")
         self.sizes = SizeClass((*self.sizes.sizes, NamedSize(name, value)), self.sizes.facts)
         return named(name)
 
     def table(self, name: str, values: Sequence[int], team: TeamOrName = None) -> Table:
-        """One integer for each rank of a team; `rows[p.tp.rank]` is this rank's."""
+        """A table `name` of `values` by rank of a `team`: `rows[p.tp.rank]` is this rank's."""
         table = Table(name, self.team_name(team), tuple(values))
         if name in self.tables:
             raise ProgramError(f"table {name!r} is declared twice: give the second another name")
@@ -322,19 +345,22 @@ class Builder:
     def input(
         self, name: str, dtype: ElementType, shape: Sequence[Dim], **how: Unpack[BufferOptions]
     ) -> Handle:
-        """A tensor that the caller gives."""
+        """A tensor of the caller, by its `name`, `dtype` (`"bf16"` or torch's) and `shape`."""
         return self._param("input", name, dtype, shape, **how)
 
     def output(
         self, name: str, dtype: ElementType, shape: Sequence[Dim], **how: Unpack[BufferOptions]
     ) -> Handle:
-        """A tensor that a run fills and returns."""
+        """A tensor that a run fills and returns, by its `name`, `dtype` and `shape`."""
         return self._param("output", name, dtype, shape, **how)
 
     def alloc(
         self, name: str, dtype: ElementType, shape: Sequence[Dim], **how: Unpack[AllocOptions]
     ) -> Handle:
-        """Memory of the Executor's; with `symmetric`, present on every rank of that team."""
+        """A buffer of the Executor's memory, by its `name`, `dtype` and `shape`.
+
+        With `symmetric=p.tp` it is on every rank of that team, and its peers may read and write it.
+        """
         team = how.pop("symmetric", None)
         kind = "local" if team is None else "symmetric"
         return self._alloc(self._buffer(kind, name, dtype, shape, team, **how))
@@ -342,26 +368,26 @@ class Builder:
     def empty(
         self, name: str, dtype: ElementType, shape: Sequence[Dim], **how: Unpack[BufferOptions]
     ) -> Handle:
-        """Memory that torch allocates in every run: the only kind that may be returned."""
+        """A buffer that torch allocates in a run (`name`, `dtype`, `shape`); it may be returned."""
         return self._alloc(self._buffer("fresh", name, dtype, shape, **how))
 
     def fresh(
         self, name: str, dtype: ElementType, shape: Sequence[Dim], **how: Unpack[BufferOptions]
     ) -> Handle:
-        """A buffer that a call will make itself: give it to one call's `out=`, then use it."""
+        """A buffer that a call makes itself (`name`, `dtype`, `shape`), given in its `out`."""
         buffer = self.pending[name] = self._buffer("fresh", name, dtype, shape, **how)
         return self.handle(buffer)
 
     def returns(self, *results: object) -> None:
-        """Sets what a run returns instead of the outputs: handles, numbers and None."""
+        """Sets the `results` of a run instead of the outputs: handles, numbers and None."""
         self.results = tuple(map(self.arg, results))
 
     def stream(self, name: str) -> AbstractContextManager[str]:
-        """The ops inside run on that stream."""
+        """A context whose ops run on the stream `name`."""
         return self._holding("current_stream", name)
 
     def module(self, path: str) -> AbstractContextManager[str]:
-        """The ops inside come from that module of a model."""
+        """A context whose ops come from the module at `path` in a model."""
         return self._holding("current_module", path)
 
     def at_site(self, number: int | None) -> AbstractContextManager[int | None]:
@@ -371,10 +397,11 @@ class Builder:
     def site(
         self, kind: str, module: str = "", **how: Unpack[SiteOptions]
     ) -> AbstractContextManager[int]:
-        """Declares a site; the ops inside serve it. Gives its number.
+        """A context whose ops serve a new site, whose number it gives.
 
-        `kind` says what is overlapped, such as "all_gather_matmul"; of a schedule by hand it may be
-        any name. `module` is the path of the module in the model.
+        Args:
+            kind: what is overlapped, such as "all_gather_matmul"; of a schedule by hand any name.
+            module: the path of the module in the model.
         """
         number = max((site.id for site in self.sites), default=0) + 1
         self.sites.append(Site(id=number, kind=kind, module=module, **how))
@@ -499,9 +526,14 @@ class Builder:
         rng: bool = False,
         **kwargs: object,
     ) -> None:
-        """Runs an aten overload, a kernel or a region; `out` are the views that it fills.
+        """Calls an aten overload, a kernel or a region.
 
-        Handles of `fresh(...)` in `out` are what the call makes itself.
+        Args:
+            fn: its name, such as "aten.mm.out".
+            args, kwargs: its arguments: handles, numbers, strings, element types, None, or tuples.
+            out: the views that it fills; handles of `fresh(...)` are what it makes itself.
+            mutates, rng: it writes its arguments `out`, or draws, and the table of operators does
+                not know it.
         """
         listed = (out,) if isinstance(out, Handle | View) else tuple(out)
         views = [item.ir if isinstance(item, Handle) else item for item in listed]
@@ -523,17 +555,17 @@ class Builder:
         )
 
     def mm(self, a: Viewed, b: Viewed, out: Viewed) -> None:
-        """`out = a @ b` for matrices."""
+        """Multiplies matrices: `out` = `a` @ `b`."""
         self.call("aten.mm.out", a, b, out=out)
 
     def free(self, *buffers: Handle | str) -> None:
-        """Gives the storage of buffers back, once the stream gets here."""
+        """Gives the storage of `buffers` back, once the stream gets here."""
         for buffer in buffers:
             name = buffer if isinstance(buffer, str) else buffer.ir.buffer
             self.add(Free, buffer=name)
 
     def record(self, event: str | None = None) -> str:
-        """An event at this point of the stream; gives its name."""
+        """An event at this point of the stream; gives its name, `event` if that is given."""
         if event is None:
             self.num_events += 1
             event = f"e{self.num_events}"
@@ -546,34 +578,34 @@ class Builder:
         """`src` into `dst`."""
 
     def wait(self, event: str) -> None:
-        """The stream waits for an event."""
+        """The stream waits for an `event`."""
 
     def host_sync(self) -> None:
         """The host waits for the stream."""
 
     def send(self, src: Viewed, peer: Index, **how: Unpack[TeamOptions]) -> None:
-        """`src` to a peer that receives it."""
+        """Sends `src` to a `peer`, which receives it."""
 
     def recv(self, dst: Viewed, peer: Index, **how: Unpack[TeamOptions]) -> None:
-        """Into `dst` from a peer that sends it."""
+        """Receives into `dst` from a `peer`, which sends it."""
 
     def put(self, src: Viewed, dst: Viewed, peer: Index, *, team: TeamOrName = None) -> None:
-        """`src` into `dst` of a peer: a view of a symmetric buffer."""
+        """Copies `src` into `dst` of a `peer`, a view of a symmetric buffer of a `team`."""
 
     def get(
         self, src: Viewed, dst: Viewed | None = None, *, peer: Index, team: TeamOrName = None
     ) -> None:
-        """`src` of a peer, a view of a symmetric buffer, into `dst` here (default: the same)."""
+        """Copies `src` of a `peer`, in a symmetric buffer of a `team`, to `dst` (or `src`) here."""
 
     def notify(
         self, signal: str, to: Index | Others, *, team: TeamOrName = None, value: int = 1
     ) -> None:
-        """Raises a signal on a peer."""
+        """Raises a `signal` `to` a peer of a `team`, or all, to the `value` of this run."""
 
     def expect(
         self, signal: str, peer: Index | Others, *, team: TeamOrName = None, value: int = 1
     ) -> None:
-        """The stream waits for a signal of a peer."""
+        """The stream waits for a `signal` of a `peer` of a `team`, or all, and its `value`."""
 
     all_gather: CollectiveMethod
     """Every rank's `src`, in order of ranks, into every rank's `dst`."""

@@ -75,17 +75,24 @@ class Site:
     """A communication and the compute it feeds or follows, with how it is overlapped and why."""
 
     id: int
+    """The number by which ops name it."""
     kind: str
     """`all_gather_matmul`, `matmul_reduce_scatter`, `matmul_all_reduce`, `all_to_all_matmul`,
     `matmul_all_to_all`, or a collective's kind."""
     module: str = field(default="", metadata=written(positional=True))
+    """The path of the module in the model."""
     strategy: str = field(default="serial", metadata=written(always=True))
+    """The way that it is overlapped (docs/explanation/strategies.md)."""
     protocol: str | None = None
+    """With `peer`: `put` or `get`."""
     chunks: int | None = None
+    """The number of chunks, where it is not the size of the team."""
     reason: str = ""
     """Why this strategy was taken, or why the site stays serial."""
     serial_ms: float | None = None
+    """The predicted time of the serial strategy, in milliseconds,"""
     predicted_ms: float | None = None
+    """and of this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,26 +100,36 @@ class Remark:
     """Note of something that a pass declined to do, or did on purpose, and why."""
 
     pass_name: str
+    """The pass."""
     text: str
+    """Its reason."""
     site: int | None = None
+    """The number of the site, if it is about one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """One rank's ordered list of ops (or, before `instantiate`, every rank's)."""
+    """A list of ops for every rank of its teams or, after `instantiate`, for one."""
 
     name: str = "main"
     teams: tuple[Team, ...] = ()
+    """The axes of the mesh, in order, and further teams."""
     sizes: SizeClass = FIXED
     """The named sizes, and which values of them it is for."""
     tables: tuple[Table, ...] = ()
+    """Integers by rank, such as uneven numbers of rows."""
     params: tuple[Buffer, ...] = ()
+    """The buffers of the caller: inputs, and outputs that a run fills."""
     ops: tuple[Op, ...] = ()
+    """The ops, in the order in which the host issues them."""
     results: tuple[Arg, ...] | None = None
     """Results of a run: views, scalars and None. None itself: the output parameters, in order."""
     regions: tuple[Region, ...] = ()
+    """Groups of calls that run as one."""
     sites: tuple[Site, ...] = ()
+    """The communications, each with its strategy."""
     remarks: tuple[Remark, ...] = ()
+    """Notes of passes."""
     ranks: tuple[int, ...] | None = None
     """The global ranks that run it; None: 0 up to the product of the mesh teams' sizes."""
     rank: int | None = None
@@ -124,11 +141,11 @@ class Program:
         return print_program(self)
 
     def replace(self, **changes: object) -> Program:
-        """This Program with some fields changed."""
+        """This Program with other `changes` of fields."""
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
     def remarked(self, remarks: Iterable[Remark]) -> Program:
-        """This Program with these remarks added, each of them once."""
+        """This Program with these `remarks` added, each of them once."""
         return self.replace(remarks=tuple(dict.fromkeys((*self.remarks, *remarks))))
 
     @property
@@ -137,7 +154,7 @@ class Program:
         return self.ranks if self.ranks is not None else spanned(self.teams)
 
     def team(self, name: str) -> Team:
-        """The team of that name."""
+        """The team of that `name`; ProgramError if there is none."""
         for team in self.teams:
             if team.name == name:
                 return team
@@ -155,7 +172,7 @@ class Program:
             yield Where(rank, layout.members(rank), tables)
 
     def buffers(self) -> dict[str, Buffer]:
-        """Every buffer by name: the parameters, and what Allocs and Calls declare."""
+        """The buffers by name: the parameters, and what Allocs and Calls declare."""
         found = {buffer.name: buffer for buffer in self.params}
         for op in self.ops:
             for buffer in op.declares():
@@ -179,7 +196,7 @@ class Program:
         return tuple(dict.fromkeys(op.stream for op in self.ops))
 
     def site(self, site: int) -> Site:
-        """The site of that id."""
+        """The `site` of that number; ProgramError if there is none."""
         for candidate in self.sites:
             if candidate.id == site:
                 return candidate
@@ -214,7 +231,11 @@ class Program:
         return box
 
     def instantiate(self, rank: int) -> Program:
-        """The concrete Program of global `rank`: every index, size and peer an integer."""
+        """The concrete Program of a global `rank`: every index, size and peer an integer.
+
+        Raises:
+            ProgramError: it is another rank's already.
+        """
         if self.rank is not None:
             if self.rank != rank:
                 raise ProgramError(f"{self.name} is already instantiated for rank {self.rank}")
@@ -227,7 +248,7 @@ class Program:
         return _changed(self, resolve).replace(rank=rank, ranks=self.world)
 
     def at(self, values: Mapping[str, int]) -> Program:
-        """The Program for these values of its named sizes: every size an integer."""
+        """The Program for these `values` of its named sizes: every size an integer."""
         if not self.sizes.sizes:
             return self
         return _resized(self, lambda size: size.at(values)).replace(sizes=FIXED)

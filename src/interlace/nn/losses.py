@@ -1,8 +1,4 @@
-"""Losses as modules.
-
-loss = CrossEntropyLoss(label_smoothing=0.1, group=tp)(logits, target)
-loss = LinearCrossEntropyLoss(z_loss=1e-4)(hidden, head.weight, target)
-"""
+"""Losses as modules, whose options are set once."""
 
 from __future__ import annotations
 
@@ -55,11 +51,13 @@ class Loss(nn.Module):
 class CrossEntropyLoss(Loss):
     """`interlace.nn.functional.cross_entropy` with its options set.
 
-    Takes the options of `torch.nn.CrossEntropyLoss` (without the deprecated ones), and those of the
-    function. Logits are (..., classes): the classes come last. `weight` is a buffer.
+    Args:
+        weight: [classes], the weight of each class; it becomes a buffer.
+        options: other options of the function, which has those of `torch.nn.CrossEntropyLoss` that
+            are not deprecated.
 
-    A target that is no class makes this loss NaN, and a later call, or
-    `interlace.nn.functional.raise_pending`, raises TargetError.
+    Raises:
+        OptionError, TypeError: an option is of a former release, or unknown.
     """
 
     function = staticmethod(cross_entropy)
@@ -75,15 +73,26 @@ class CrossEntropyLoss(Loss):
         target: torch.Tensor,
         denominator: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
-        """The loss; a `denominator` replaces the option in this call."""
+        """The loss of logits whose classes come last.
+
+        Args:
+            logits: [..., classes].
+            target: [...], int64 or int32. One that is no class makes this loss NaN, and a later
+                call, or `interlace.nn.functional.raise_pending`, raises TargetError.
+            denominator: replaces the option in this call.
+        """
         return self.function(logits, target, self.weight, **self.with_denominator(denominator))
 
 
 class LinearCrossEntropyLoss(Loss):
     """`interlace.nn.functional.linear_cross_entropy` with its options set.
 
-    The weight and the bias are the caller's: an output layer's, often tied to the embedding's.
-    `class_weight` is a buffer. Invalid targets are handled as in `CrossEntropyLoss`.
+    Args:
+        class_weight: [classes], the weight of each class; it becomes a buffer.
+        options: other options of the function.
+
+    Raises:
+        OptionError, TypeError: an option is of a former release, or unknown.
     """
 
     function = staticmethod(linear_cross_entropy)
@@ -101,6 +110,12 @@ class LinearCrossEntropyLoss(Loss):
         bias: torch.Tensor | None = None,
         denominator: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
-        """The loss; a `denominator` replaces the option in this call."""
+        """The loss of an output layer's logits, which are never held.
+
+        Args:
+            hidden, weight, target, bias: as of the function. Weight and bias are the caller's: an
+                output layer's, often tied to the embedding's.
+            denominator: replaces the option in this call.
+        """
         options = {"class_weight": self.class_weight, **self.with_denominator(denominator)}
         return self.function(hidden, weight, target, bias, **options)

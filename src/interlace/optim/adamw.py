@@ -1,11 +1,5 @@
 """Adam and AdamW with states in the dtype you choose, all parameters in one launch.
 
-    optimizer = AdamW(
-        model.parameters(), lr=3e-4, weight_decay=0.1,
-        exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16, master_weights="remainder",
-    )
-    loss.backward(); optimizer.step(); optimizer.zero_grad()
-
 It is a torch.optim.Optimizer: groups, closures, hooks, schedulers, GradScaler, checkpoints and
 DTensor parameters (FSDP2) work as they do there, and torch.optim.AdamW loads its state and it
 theirs. What differs is said in the classes.
@@ -34,32 +28,38 @@ from interlace.optim.untraced import eager
 class Adam(KeepsStates):
     """Adam (Kingma and Ba, arXiv:1412.6980), its weight decay an L2 penalty on the gradient.
 
-    The arguments up to `fused` are torch.optim.Adam's, without `decoupled_weight_decay`: that is
-    `AdamW`, and a group or a checkpoint that asks for it here is an error. `amsgrad`, `foreach`,
-    `capturable` and `differentiable` cannot be asked for; `fused=True` is allowed and changes
-    nothing. Then:
+    All options but `params` may be set per group. Parameters are float32, bfloat16 or float16,
+    dense, on any device; without a gradient they are left alone. Loading keeps this optimizer's own
+    storage (dtypes, masters, rounding) and takes everything else from the checkpoint. The host
+    counts steps, so no step can be captured in a CUDA graph; a learning rate that is a CUDA tensor
+    makes each step wait for the device.
 
-    - `exp_avg_dtype`, `exp_avg_sq_dtype`: float32 or bfloat16, what the moments are stored in.
-      All arithmetic is fp32.
-    - `master_weights`: for bf16 and fp16 parameters, None, "fp32" (a float32 master beside each;
-      what else writes the parameter is undone by the next step) or "remainder" (16 bits beside a
-      bf16 parameter that make it the exact master, rounded to nearest; what else writes the
-      parameter stays, to within half a step of bf16). fp32 parameters need none.
-    - `stochastic_rounding`: whatever is stored in bf16 with loss (moments, and parameters without
-      masters) is rounded up or down at random, so that the mean is right. Rounded to nearest, a
-      bf16 second moment never decays at beta2=0.999, and updates below half a step of the
-      parameter are lost. fp16 parameters are always rounded to nearest.
-    - `seed`: of that rounding. The random bits depend on it, on the parameter's place in the
-      groups, on its step and on the element, so replicas round alike and a resumed run goes on bit
-      for bit, also on another number of ranks if parameters are sharded by rows.
+    Args:
+        params, lr, betas, eps, weight_decay, maximize: as of torch.optim.Adam.
+        amsgrad, foreach, capturable, differentiable: torch's too, and cannot be asked for. Neither
+            can `decoupled_weight_decay`, which is `AdamW`.
+        fused: is allowed and changes nothing.
+        exp_avg_dtype, exp_avg_sq_dtype: float32 or bfloat16, what the moments are stored in. All
+            arithmetic is fp32.
+        master_weights: for bf16 and fp16 parameters, None, "fp32" (a float32 master beside each;
+            what else writes the parameter is undone by the next step) or "remainder" (16 bits
+            beside a bf16 parameter that make it the exact master, rounded to nearest; what else
+            writes the parameter stays, to within half a step of bf16).
+        stochastic_rounding: rounds what is stored in bf16 with loss (moments, and parameters
+            without masters) up or down at random, so that the mean is right. Rounded to nearest, a
+            bf16 second moment never decays at beta2=0.999, and updates below half a step of the
+            parameter are lost. fp16 parameters are always rounded to nearest.
+        seed: of that rounding. The random bits depend on it, on the parameter's place in the
+            groups, on its step and on the element, so replicas round alike and a resumed run goes
+            on bit for bit, also on another number of ranks if parameters are sharded by rows.
 
-    All may be set per group. Parameters are float32, bfloat16 or float16, dense, on any device;
-    without a gradient they are left alone. Loading keeps this optimizer's own storage (dtypes,
-    masters, rounding) and takes everything else from the checkpoint; tensors that fit are taken as
-    they are. Errors are OptimizerError (a ValueError).
+    Raises:
+        OptimizerError: a ValueError, for an argument or a parameter that it cannot take.
 
-    The host counts steps, so no step can be captured in a CUDA graph; a learning rate that is a
-    CUDA tensor makes each step wait for the device.
+    Examples:
+        >>> optimizer = Adam(model.parameters(), lr=3e-4, exp_avg_sq_dtype=torch.bfloat16)
+        >>> model(tokens).square().mean().backward()
+        >>> optimizer.step()
     """
 
     kept = KEPT
@@ -92,7 +92,11 @@ class Adam(KeepsStates):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Adds a group as torch.optim does; raises OptimizerError for what Adam cannot serve."""
+        """Adds a group as torch.optim does: `param_group` is a dict of `params` and options.
+
+        Raises:
+            OptimizerError: Adam cannot serve it; nothing is added.
+        """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -112,7 +116,7 @@ class Adam(KeepsStates):
     @eager
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Updates every parameter that has a gradient; gives the closure's loss."""
+        """Updates every parameter that has a gradient; returns the loss of a `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -150,7 +154,14 @@ class Adam(KeepsStates):
 class AdamW(Adam):
     """AdamW (Loshchilov and Hutter, arXiv:1711.05101): parameters decay apart from the gradient.
 
-    The arguments and all else are `Adam`'s; the default of `weight_decay` is torch.optim.AdamW's.
+    Args:
+        params, lr, betas, eps, amsgrad, maximize, foreach, capturable, differentiable, fused: as of
+            `Adam`.
+        weight_decay: as of torch.optim.AdamW.
+        exp_avg_dtype, exp_avg_sq_dtype, master_weights, stochastic_rounding, seed: as of `Adam`.
+
+    Raises:
+        OptimizerError: as `Adam`.
     """
 
     coupled = False

@@ -42,15 +42,19 @@ SUMS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class GradAccumulator:
     """Sums the gradient of one Parameter in a buffer, or in its `.grad`.
 
-    `buffer` has the Parameter's shape (of a DTensor, that of this rank's part), one of `SUMS` as
-    its type and memory for each element; it is added to from what it holds: zero it first. Without
-    one the sum is `param.grad`: a layer adds to it in place where it exists, which is right under
-    `DistributedDataParallel`, best with `gradient_as_bucket_view=True` (then `.grad` is the bucket,
-    and the gradient is never copied) and `zero_grad(set_to_none=False)`.
+    Args:
+        param: a Parameter that requires a gradient and has no accumulator yet. It keeps its type
+            and device.
+        buffer: the sum, of the Parameter's shape (of a DTensor, of this rank's part) and of a
+            floating type; it is added to from what it holds: zero it first. Without one the sum is
+            `param.grad`, which a layer adds to in place where it exists. That is right under
+            `DistributedDataParallel`, best with `gradient_as_bucket_view=True` and
+            `zero_grad(set_to_none=False)`.
+        on_ready: called as `on_ready(accumulator)` whenever a backward has completed the gradient,
+            by the thread that runs it.
 
-    `on_ready(accumulator)` is called whenever a backward has completed the gradient, by the thread
-    that runs it. The Parameter must require a gradient, have no accumulator yet (each would take
-    what the other should have), and keep its type and device: `GradientError` otherwise.
+    Raises:
+        GradientError: the Parameter or the buffer cannot serve.
     """
 
     def __init__(

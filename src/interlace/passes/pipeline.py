@@ -46,7 +46,7 @@ class Pass(Protocol):
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     def run(self, program: Program) -> Program:
-        """The Program after this pass. Pure: the argument stays as it is."""
+        """The Program after this pass. Pure: `program` stays as it is."""
         ...
 
 
@@ -97,12 +97,21 @@ def run_pipeline(
     check: bool = False,
     on_pass: Callable[[Pass, Program], object] | None = None,
 ) -> Program:
-    """`program` after all `passes`.
+    """Runs passes over a Program, one after another.
 
-    `on_pass` sees each pass with the Program it made. With `check`, every Program between is
-    validated, and the last one must be sound. What is made of a Program with named sizes is for the
-    bucket of those at hand, but for sizes without bounds that are no other rank's concern: ranks
-    whose numbers of tokens differ, say, stay in one class.
+    Args:
+        program: an SPMD Program. Of one with named sizes the result is for the bucket of those at
+            hand, but for sizes without bounds that are no other rank's concern.
+        passes: passes, or text such as `find_sites,decompose{strategy=ring}`.
+        check: validates every Program between, and proves the last.
+        on_pass: called as `on_pass(item, program)` after each pass, with the Program that it made.
+
+    Returns:
+        The Program after all passes.
+
+    Raises:
+        PassError: the Program is one rank's alone, a pass is unknown or cannot take it.
+        SoundnessError: the last Program is unsound, with `check`.
     """
     if program.rank is not None:
         raise PassError(
@@ -156,13 +165,22 @@ def lower(
     protocol: str | None = None,
     chunks: int = 0,
 ) -> Program:
-    """The overlapped Program of a serial one (with `overlap=False`, the serial one made ready).
+    """Overlaps a serial Program (with `overlap=False`: makes it ready to run).
 
-    `protocol` and `chunks` are those of `decompose`: None and 0 choose for each site.
+    A Program with messages, signals or one-sided copies by hand is left as written, with a remark:
+    its streams and its order may be what keeps ranks from waiting for each other.
 
-    Where messages, signals or one-sided copies are written by hand, the streams that they are on
-    may be what keeps ranks from waiting for each other, or an order what nothing else shows. So
-    such a Program is left as it is.
+    Args:
+        program: as it was imported, or as the builder made it.
+        options: those that concern passes: `overlap`, `strategy`, `resharding`, `regions`, ...
+        machine: the model that strategies are chosen by; by default that of each pass.
+        protocol, chunks: of `decompose`; None and 0 choose for each site.
+
+    Returns:
+        The lowered Program.
+
+    Raises:
+        PassError: a pass cannot take the Program, or a strategy cannot be what is asked for.
     """
     orders = [op.ordering() for op in program.ops]
     by_hand = any(op.one_sided for op in program.ops)

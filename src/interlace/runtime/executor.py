@@ -1,10 +1,5 @@
 """The Executor: a Program bound to processes, memory and threads, ready to run many times.
 
-    executor = Executor(program, groups={"tp": dist.group.WORLD})
-    executor.prepare()                  # every rank, together: agreement, proof, memory, binding
-    (y,) = executor.run([x, w])
-    executor.close()
-
 `prepare` does all collective set-up; `run` does none. A failure poisons the Executor on every
 rank of its teams: the error says what happened and where, and `reset()`, called by all, mends it.
 Outside of teams there is nothing to mend: the next run may come.
@@ -148,7 +143,10 @@ class TeamLocks:
 
 
 class Executor:
-    """Runs one Program on this rank. All ranks of its teams make one, and use it alike."""
+    """Runs one Program on this rank; all ranks of its teams make one, and use it alike.
+
+    Use it in a `with` statement, or call `close()`.
+    """
 
     def __init__(
         self,
@@ -162,14 +160,30 @@ class Executor:
         operators: Collection[str] = (),
         graph_use: GraphUse | None = None,
     ) -> None:
-        """`groups` has a process group for each team of the Program that this rank is in.
+        """Keeps what `prepare` needs, and communicates nothing.
 
-        `host` names buffers that stay on the CPU although the device is a GPU; only torch's own
-        operators may touch them.
-        `operators` names operators, or namespaces of them, that the Program may call although they
-        are not torch's own; a schedule from a file is a stranger's.
-        `graph_use` says what CUDA graphs, with the option `graph`, may rely on.
-        `before_op(rank, index, op)` is called before each op, on the op's stream, for tests.
+        Args:
+            program: for one rank or, before `instantiate`, for every rank.
+            groups: a process group for each team of the Program that this rank is in, by name.
+            device: `cpu`, `cuda`, or a device of torch; inputs and outputs are on it.
+            options: those that concern runs: `timeout_s`, `trace`, `graph`, `transport`, ...
+            before_op: called as `before_op(rank, index, op)` before each op on its stream; for
+                tests.
+            host: buffers that stay on the CPU although the device is a GPU; only torch's own
+                operators may touch them.
+            operators: operators, or namespaces of them, that the Program may call although they are
+                not torch's own. A schedule from a file is a stranger's.
+            graph_use: what CUDA graphs may rely on, as the compiler knows it.
+
+        Raises:
+            TeamError: a process group is missing or gone, or this rank is not in the Program.
+            BackendError, UnsupportedError: the device is missing or unknown, or has no graphs.
+
+        Examples:
+            >>> with interlace.Executor(program, groups={"tp": mesh.get_group()}) as executor:
+            ...     (y,) = executor.prepare().run([x, w])
+            >>> y.shape
+            torch.Size([32, 32])
         """
         self.program = program
         self.options = options or Options()
@@ -204,10 +218,18 @@ class Executor:
         self._closed = False
 
     def prepare(self) -> Executor:
-        """Agrees with all ranks on the Program, proves it (`agree_and_prove`), and sets up what a
-        run needs, once.
+        """Agrees with all ranks on the Program, proves it and sets up what a run needs, once.
 
         Collective: every rank of the Program's teams calls it, in the same order for all Executors.
+
+        Returns:
+            The Executor itself.
+
+        Raises:
+            ProgramError, SoundnessError: the Program is invalid, or unsound.
+            TeamError: a team has another size than the Program says, or two have one process group.
+            AgreementError, CommTimeoutError, PeerError: another rank prepares another Program, is
+                late, or fails.
         """
         if self.engine is not None:
             return self
@@ -374,22 +396,28 @@ class Executor:
         origin: str | None = None,
         boxed: bool = False,
     ) -> Outputs:
-        """One run: the Program's results for these inputs.
+        """Runs the Program once.
 
-        `inputs` has a tensor for each input parameter, in order, on this Executor's device, of the
-        Program's dtypes, shapes and strides. `out` has one for each output parameter, which the run
-        writes; by default they are allocated and handed out. On GPUs the run is issued on the
-        current stream's behalf: results are ready in its order, as torch's own are. `sizes` has the
-        named sizes that are no dimension of an input; by default they stay as they were. `origin`
-        says what this run and the next ones belong to, and is the same on all ranks: who pairs it
-        with a run of another origin gets an AgreementError, although the Program is the same.
-        With `boxed`, `inputs` is a list, which the run empties (but for one by a CUDA graph): what
-        the Program frees dies there.
+        Every rank of the Program's teams calls it, in the same order. On GPUs results are ready in
+        the order of the current stream, as torch's own are.
 
-        Every rank of the Program's teams calls it, in the same order. Raises ExecutorError for
-        tensors that do not fit, before anything runs, and where it is not prepared or is closed;
-        CommTimeoutError, PeerError or AgreementError where a rank is late, failed or runs another
-        Program: then `reset()`, called by all, lets runs go on.
+        Args:
+            inputs: a tensor for each input parameter, in order, on this Executor's device, of the
+                Program's dtypes, shapes and strides.
+            out: a tensor for each output parameter, which the run writes; by default new ones.
+            sizes: the named sizes that are no dimension of an input; by default the last run's.
+            origin: what this run and the next ones belong to, the same on all ranks; runs of two
+                origins that meet give an AgreementError.
+            boxed: `inputs` is a list, which the run empties (but for one by a CUDA graph), so that
+                what the Program frees dies there.
+
+        Returns:
+            The Program's results, in order.
+
+        Raises:
+            ExecutorError: tensors do not fit, or it is not prepared or is closed; nothing ran.
+            CommTimeoutError, PeerError, AgreementError: a rank is late, failed or runs another
+                Program. `reset()`, called by all, lets runs go on.
         """
         wanted = None if sizes is None else self.wanted(sizes)
         boxes: Sequence[list[torch.Tensor]] = ()
@@ -558,19 +586,26 @@ class Executor:
         self._poison = None
 
     def synchronize(self) -> None:
+        """Returns when all runs of this Executor have ended; on a CPU they have."""
         if self.engine is not None:
             self.engine.synchronize()
 
     def timeline(self) -> Timeline:
-        """When each op of the last run ran; needs the option `trace`."""
+        """The measured timeline of the last run on this rank: when each op ran.
+
+        Raises:
+            ExecutorError: the Executor was made without the option `trace`.
+        """
         if not self.options.trace:
             raise ExecutorError("there is no timeline: make the Executor with Options(trace=True)")
         spans = self.engine.spans if self.engine is not None else []
         return measured(self.program, self.rank, spans)
 
     def close(self) -> None:
-        """Ends the threads and lets go of the memory and the teams, whose process groups end only
-        when nothing holds their backends."""
+        """Ends the threads and lets go of the memory and the teams.
+
+        Process groups end only when nothing holds their backends.
+        """
         self._closed = True
         self._finalizer()
         self.engine, self._teams = None, {}

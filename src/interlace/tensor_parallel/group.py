@@ -37,22 +37,22 @@ from interlace.tensor_parallel.styles import (
 class OverlapColwiseGroup(Checked):
     """Column-parallel linear layers of one input, which a parent module gives to each of them.
 
-        {"attention": OverlapColwiseGroup(("wq", "wk", "wv"), input_layouts=Shard(1))}
+    The input is gathered once, and the gradients that the layers give it are summed before one
+    reduce-scatter or all-reduce, so other roundings add up than of separate layers. The layer that
+    is called first computes the outputs of all; the others give theirs when they are called with
+    the same tensor (of an inference tensor each computes its own). FSDP2 goes around the module,
+    not around its layers.
 
     Args:
         names: those of the layers, in the module that has this style.
         input_layouts: of the module's first argument. `Shard(dim)`, `dim` not the last: the rows
             are gathered once; the module is given a DTensor, of the whole shape. `Replicate()`: the
             module is given what it was given.
-        use_local_output, options, recipe: as of `OverlapColwise`.
+        use_local_output, options, recipe: as of `OverlapColwise`. Outputs are cut in their last
+            dimension.
 
-    The layers' outputs are cut in their last dimension. The layer that is called first computes the
-    outputs of all; the others give theirs when they are called with the same tensor (of an
-    inference tensor each computes its own). So one backward takes all outputs together.
-    FSDP2 goes around the module, not around its layers.
-    The gradients that they give the input are summed before one reduce-scatter, or one all-reduce,
-    so other roundings add up than of separate layers. `InputError` as of `OverlapColwise`, and for
-    a name that is no linear layer's.
+    Raises:
+        InputError: as `OverlapColwise`, and for a name that is no linear layer's.
     """
 
     def __init__(

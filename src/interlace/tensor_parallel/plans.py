@@ -1,12 +1,5 @@
 """Plans of modules, applied so that their communication overlaps: torch's styles, or words.
 
-    for block in model.layers:                       # a plan of `parallelize_module`
-        done = parallelize(block, mesh["tp"], plan)  # "attention.wq": ColwiseParallel(), ...
-    print(done.plain)
-
-    done = parallelize(model, mesh["tp"])            # transformers': "...q_proj": "colwise", ...
-    print(done.replicated)
-
 Note [What a plan becomes]: `ColwiseParallel` and `RowwiseParallel` become `OverlapColwise` and
 `OverlapRowwise` of the same layouts. Where `PrepareModuleInput` gathers rows for column-parallel
 layers below it, they become an `OverlapColwiseGroup`, which gathers under their matmuls. All else
@@ -77,7 +70,8 @@ def parallelize(
 
     With words, all Parameters become DTensors, under the same names, so that optimizers and
     `clip_grad_norm_` take them together; modules that the plan leaves whole, and those around them,
-    see local tensors of theirs.
+    see local tensors of theirs. A module whose input is left in parts is given a DTensor of the
+    same shape as ever, in another layout.
 
     Args:
         model: one of transformers, or any module where `plan` is given.
@@ -93,12 +87,19 @@ def parallelize(
         options, recipe: as of `OverlapColwise` and `OverlapRowwise`, for the layers that
             overlap; of words, for row-parallel ones.
 
-    A module whose input is left in parts (see Note [What a plan becomes]) is given a DTensor of the
-    same shape as ever, in another layout.
-    `InputError` for sizes that the mesh does not divide, a model without a plan, one that is
-    parallelised already, layers that share a Parameter and would have it in two layouts, and
-    whatever else a style refuses; `UnsupportedError` for other words of a plan. Both are raised
-    before anything is changed.
+    Returns:
+        The effect of the plan, by names of modules.
+
+    Raises:
+        InputError: sizes that the mesh does not divide, a model without a plan or parallelised
+            already, layers that share a Parameter and would have it in two layouts, and whatever
+            else a style refuses; nothing was changed.
+        UnsupportedError: a plan has another word; nothing was changed.
+
+    Examples:
+        >>> block = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> parallelize(block, mesh, plan).plain  # of torch's styles; nothing is left as it is
+        {}
     """
     check_mesh(mesh)
     given: Mapping[str, str | ParallelStyle] | None

@@ -1,8 +1,5 @@
 """Styles for `parallelize_module` whose communication runs under their matmuls.
 
-    up, down = OverlapColwise(input_layouts=Shard(1)), OverlapRowwise(output_layouts=Shard(1))
-    parallelize_module(block, mesh, {"w1": up, "w2": down})
-
 Parameters are DTensors with the placements of torch's styles, under the same names. A
 `GradAccumulator` takes them without a buffer.
 
@@ -185,8 +182,15 @@ class OverlapColwise(_Overlap, ColwiseParallel):
         options, recipe: as of `interlace.nn.functional.all_gather_linear`. A recipe is for
             layers that gather.
 
-    `InputError` names an argument, module or mesh that is not taken, in forward an input of another
-    mesh, and layers that share a Parameter and would have it in two layouts.
+    Raises:
+        InputError: an argument, module or mesh is not taken, or layers share a Parameter and would
+            have it in two layouts; in forward, an input is of another mesh.
+
+    Examples:
+        >>> gathers = OverlapColwise(input_layouts=Shard(0))
+        >>> w1 = parallelize_module(nn.Linear(64, 256), mesh, gathers)
+        >>> w1(torch.randn(16, 64)).shape  # all 32 rows, half of the columns
+        torch.Size([32, 128])
     """
 
     _side = "input_layouts"
@@ -219,7 +223,8 @@ class OverlapRowwise(_Overlap, RowwiseParallel):
         options, recipe: as of `interlace.nn.functional.linear_reduce_scatter`. A recipe is
             for those two.
 
-    `InputError` as of `OverlapColwise`.
+    Raises:
+        InputError: as `OverlapColwise`.
     """
 
     _side = "output_layouts"

@@ -1,9 +1,4 @@
-"""`check`: whether a set of Programs can go wrong in any order that their ranks allow.
-
->>> report = check("step.ilc")
->>> report.sound
-True
-"""
+"""`check`: whether a set of Programs can go wrong in any order that their ranks allow."""
 
 from __future__ import annotations
 
@@ -48,25 +43,32 @@ def check(
     fold: bool = True,
     runs: None = None,
 ) -> Report:
-    """Checks Programs that run together, over any number of runs in a row that no barrier joins.
+    """Proves that Programs cannot go wrong, in any order in which their ranks may run.
 
-    An SPMD Program stands for all of its ranks; a sequence is a set that covers disjoint ranks. The
-    path of a schedule's file stands for the Programs in it.
-    Of ranks that do the same at their places one is visited, and the report names these teams; if
-    anything is found, or ranks cannot be proved alike, all are (semantics.md).
-    `in_order` checks the twin that runs all ops of a rank on one stream, in list order. Without
-    `fold` every rank is visited; the verdict does not depend on it.
+    The report holds for any number of runs in a row that no barrier joins. Of Programs with named
+    sizes it holds for a class of sizes, which it names; where they are unsound, or one name has
+    several values in a set, for the values at hand. Programs are taken to be valid, as
+    `interlace.load` and `interlace.compile` give them.
 
-    Of Programs with named sizes the report holds for a class of sizes, which it names. Where one
-    name has different values in a set, the report is for these values alone. Where they
-    are unsound, or cannot be said to be sound for a class, it is about the sizes that decisions
-    were made for.
+    Args:
+        programs: an SPMD Program, which stands for all of its ranks; a sequence of Programs that
+            cover disjoint ranks; or the path of a schedule's file.
+        in_order: checks the reference run, in which a rank runs its ops on one stream, as listed.
+        fold: visits one rank of those that are proved to do the same; False visits all. The verdict
+            does not depend on it.
 
-    Programs are taken to be valid, as `interlace.load` and `interlace.compile` give them: of one
-    that breaks a structural rule (`validate`) the report may say anything, or ProgramError is
-    raised. Raises ParseError for a file that cannot be read, and OptionError for what is neither a
-    Program nor a path (`interlace.parse` reads a text). A schedule that is unsound is no error: see
-    `Report.sound`.
+    Returns:
+        A report. That a schedule is unsound is no error: see `Report.sound`.
+
+    Raises:
+        ParseError: a file cannot be read.
+        OptionError: an argument is neither a Program nor a path (`interlace.parse` reads a text).
+        ProgramError: a Program breaks a structural rule, where that was noticed.
+
+    Examples:
+        >>> report = interlace.check(program)
+        >>> report.sound, report.num_ranks
+        (True, 2)
     """
     if runs is not None:
         raise OptionError(

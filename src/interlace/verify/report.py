@@ -95,8 +95,11 @@ class Finding:
     """One fault: its kind, what happens, the ops that make it, and how to fix it."""
 
     kind: str
+    """`race`, `deadlock`, `lifetime`, ... (docs/explanation/semantics.md)."""
     message: str
+    """The fault in a sentence."""
     ops: tuple[OpRef, ...] = ()
+    """The ops that make it, each with its rank, line and text."""
     words: str = ""
     """The fix where no change of the Programs is known to be one."""
     level: str = "error"
@@ -161,10 +164,13 @@ class Report:
     """The outcome of a check."""
 
     findings: tuple[Finding, ...]
+    """Faults and remarks, the gravest first."""
     num_ops: int
     """Ops of all ranks, in one run."""
     num_ranks: int
+    """The ranks that the Programs run on."""
     seconds: float = field(default=0.0, compare=False)
+    """The time that the check took."""
     num_left_out: int = 0
     """Further faults that were found and are not listed; the search for races ends at 10,000."""
     sizes: SizeClass = FIXED
@@ -196,7 +202,11 @@ class Report:
         return frozenset(finding.kind for finding in self.errors)
 
     def raise_if_unsound(self) -> None:
-        """Raises SoundnessError with the counterexamples, unless the programs are sound."""
+        """Returns if the Programs are sound.
+
+        Raises:
+            SoundnessError: they are not; the message has the counterexamples.
+        """
         if not self.sound:
             raise SoundnessError(str(self), self.errors)
 

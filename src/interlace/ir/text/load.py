@@ -1,9 +1,4 @@
-"""Schedules from files: `interlace.load("ring.ilc")` gives a validated Program.
-
->>> program = load("ring.ilc")
->>> [p.name for p in load_set("stages.ilc")]
-['first', 'second']
-"""
+"""Schedules from files: `interlace.load("ring.ilc")` gives a validated Program."""
 
 from __future__ import annotations
 
@@ -20,8 +15,18 @@ LONGEST = 1 << 28
 
 
 def load(path: str | os.PathLike[str]) -> Program:
-    """The one Program of a file, validated. Raises ParseError for what cannot be read, and
-    ProgramError for a Program that breaks a structural rule; both show the line."""
+    """Reads the one Program of a file.
+
+    Args:
+        path: a file of text, such as `export` writes.
+
+    Returns:
+        The Program, validated.
+
+    Raises:
+        ParseError: the file cannot be read, or its text is malformed; the message shows the line.
+        ProgramError: the Program breaks a structural rule; the message shows the line.
+    """
     text = read(path)
     program = parse(text, file=Path(path).name)
     validate(program, text)
@@ -29,7 +34,17 @@ def load(path: str | os.PathLike[str]) -> Program:
 
 
 def load_set(path: str | os.PathLike[str]) -> tuple[Program, ...]:
-    """Every Program of a file, such as a pipeline's stages; each is validated as by `load`."""
+    """Reads every Program of a file, such as a pipeline's stages.
+
+    Args:
+        path: as of `load`.
+
+    Returns:
+        The Programs in order, each validated.
+
+    Raises:
+        ParseError, ProgramError: as of `load`.
+    """
     return validated_set(read(path), Path(path).name)
 
 

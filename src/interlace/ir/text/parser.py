@@ -60,7 +60,18 @@ Place = ast.expr | ast.stmt | ast.arg | ast.keyword
 
 
 def parse(text: str, *, file: str = "<text>") -> Program:
-    """The one Program that a text holds; `file` stands in errors and in the ops' `loc`."""
+    """Parses the one Program of a text. Nothing in it is executed, nor validated.
+
+    Args:
+        text: a function of the text format (docs/reference/text.md); `str(program)` writes it.
+        file: the name that stands in errors and in the ops' `loc`.
+
+    Returns:
+        The Program.
+
+    Raises:
+        ParseError: the text is malformed, or holds several Programs.
+    """
     programs = parse_set(text, file=file)
     if len(programs) != 1:
         names = ", ".join(program.name for program in programs)
@@ -71,7 +82,17 @@ def parse(text: str, *, file: str = "<text>") -> Program:
 
 
 def parse_set(text: str, *, file: str = "<text>") -> tuple[Program, ...]:
-    """Every Program that a text holds, in order."""
+    """Parses every Program of a text, as `parse` does one.
+
+    Args:
+        text, file: as of `parse`.
+
+    Returns:
+        The Programs in order.
+
+    Raises:
+        ParseError: the text is malformed, or holds no Program.
+    """
     source = SourceText(text, file)
     tree = source.tree()
     try:

@@ -35,10 +35,18 @@ from interlace.torch_private import grouped_mm
 
 
 class GroupedLinear(nn.Module):
-    """`y[rows of g] = x[rows of g] @ weight[g].T + bias[g]`.
+    """A linear layer for each group of rows: `y[rows of g] = x[rows of g] @ weight[g].T + bias[g]`.
 
-    `weight` is [num_groups, out_features, in_features] and `bias` [num_groups, out_features], each
-    one Parameter, initialised as that many `torch.nn.Linear` made one after another would be.
+    Args:
+        num_groups: the number of groups, such as experts.
+        in_features, out_features: the sizes of each group's layer.
+        bias: adds `bias` [num_groups, out_features].
+        device, dtype: of the Parameters. `weight` is [num_groups, out_features, in_features]; it is
+            drawn as by that many `torch.nn.Linear` one after another.
+
+    Raises:
+        GroupError: a size is below 1.
+        OptionError: a `recipe` is given, as in a former release.
     """
 
     def __init__(
@@ -84,13 +92,19 @@ class GroupedLinear(nn.Module):
         return None if is_dtensor(self.weight) else accumulator_of(self.weight)
 
     def forward(self, x: torch.Tensor, group_sizes: torch.Tensor | Sequence[int]) -> torch.Tensor:
-        """x [tokens, in_features], sorted by group, to [tokens, out_features].
+        """The output [tokens, out_features], in the order of the rows of x.
 
-        `group_sizes` has num_groups entries: a list, or int32 or int64 on the CPU or x's device.
-        Rows behind the last group are padding: they give 0, and get a gradient of 0. `GroupError`
-        for what does not fit; sizes on a GPU or in a compiled graph are not read by the host, and
-        are cut off at `tokens`.
         Under autocast x, weight and bias are cast to its type, and gradients are the originals'.
+
+        Args:
+            x: [tokens, in_features], sorted by group. Rows behind the last group are padding: they
+                give 0, and get a gradient of 0.
+            group_sizes: the rows of each group: a list, or int32 or int64 on the CPU or x's device.
+                On a GPU or in a compiled graph the host does not read them: they are cut off at
+                `tokens`.
+
+        Raises:
+            GroupError: x and the sizes do not fit each other or the layer.
         """
         if torch.compiler.is_compiling() and self._accumulator() is None:
             if _traceable(self, x, group_sizes):
@@ -114,7 +128,7 @@ class GroupedLinear(nn.Module):
         return GroupedProduct.apply(x, self.weight, self.bias, *facts)
 
     def explain(self, x: torch.Tensor) -> str:
-        """The way that x would be multiplied: "by kernel", or "by loop: " and why."""
+        """The way that `x` would be multiplied: "by kernel", or "by loop: " and why."""
         why = grouped.refuse(x, self.weight, _check(self, x))
         return "by kernel" if why is None else f"by loop: {why}"
 

@@ -1,8 +1,5 @@
 """Linear layers over a group: the communication of their rows runs under the matmuls.
 
-    h = all_gather_linear(x, [w_gate, w_up], group=tp)    # x [rows / n, K] -> each [rows, N / n]
-    y = linear_reduce_scatter(h, w_down, group=tp)        # h [rows, K / n] -> [rows / n, N]
-
 Backward communicates anew: only this rank's own x is saved, and never memory of a communication.
 Every call is collective, and so is its backward. The first one for a class of row counts prepares a
 Program (see `interlace.Executor`), later ones run it.
@@ -49,7 +46,11 @@ def all_gather_linear(
     options: Given = None,
     recipe: Recipe | None = None,
 ) -> Any:
-    """`F.linear(all_gather(x), weight, bias)` for one weight or several; x is gathered once.
+    """Gathers rows under matmuls: `F.linear(all_gather(x), weight, bias)`, for one or more weights.
+
+    Backward gathers x anew for the gradients of weights, and scatters that of x, summed over the
+    ranks. A Parameter that has a `GradAccumulator` gets its gradient there. Floating tensors are of
+    one dtype, or cast alike by autocast. Every rank of the group calls it.
 
     Args:
         x: [..., K], this rank's part of the rows. All ranks have equal parts; those of the result
@@ -63,10 +64,17 @@ def all_gather_linear(
         recipe: multiplies in FP8, and x travels in FP8 (docs/how-to/fp8.md). K, N are multiples
             of 16; x is saved in FP8 too.
 
-    Gives [..., N] with the rows of all ranks. Backward gathers x anew for the gradients of weights,
-    and scatters that of x, summed over the ranks. A Parameter that has a `GradAccumulator` gets its
-    gradient there. Floating tensors are of one dtype, or cast alike by autocast. `InputError` names
-    the argument that does not fit the others.
+    Returns:
+        [..., N] with the rows of all ranks, or a tuple of these.
+
+    Raises:
+        InputError: names the argument that does not fit the others.
+        OptionError: an option is invalid.
+
+    Examples:
+        >>> x, w = torch.randn(16, 32), torch.randn(64, 32)  # 16 of 32 rows, 64 of 128 columns
+        >>> all_gather_linear(x, w, group=mesh).shape
+        torch.Size([32, 64])
     """
     return _columns("all_gather", x, weights, biases, group, dim, options, recipe)
 
@@ -81,14 +89,20 @@ def replicated_linear(
     options: Given = None,
     recipe: Recipe | None = None,
 ) -> Any:
-    """`F.linear(x, weight, bias)` for one weight or several, of an x that all ranks have alike.
+    """Computes `F.linear(x, weight, bias)`, for one or more weights, of an x that ranks have alike.
+
+    Forward communicates nothing. Backward sums the gradients of x that the weights give, and
+    all-reduces that sum once, under the gradients of the weights.
 
     Args:
         x: [..., K], the same on all ranks.
         weights, biases, group, options, recipe: as in `all_gather_linear`.
 
-    Gives [..., N]. Forward communicates nothing. Backward sums the gradients of x that the weights
-    give, and all-reduces that sum once, under the gradients of the weights.
+    Returns:
+        [..., N], or a tuple of these.
+
+    Raises:
+        InputError, OptionError: as `all_gather_linear`.
     """
     return _columns("copy", x, weights, biases, group, None, options, recipe)
 
@@ -104,7 +118,10 @@ def linear_reduce_scatter(
     options: Given = None,
     recipe: Recipe | None = None,
 ) -> Tensor:
-    """`reduce_scatter(F.linear(x, weight)) + bias`: sums over the ranks, each keeps its rows.
+    """Sums over the ranks under matmuls: `reduce_scatter(F.linear(x, weight)) + bias`.
+
+    Backward gathers the upstream gradient for all that needs it; that of the bias is of all rows,
+    and the same on all ranks.
 
     Args:
         x: [..., K], all rows, of this rank's columns. The size of `dim` is a multiple of the size
@@ -114,8 +131,11 @@ def linear_reduce_scatter(
         group, dim, options: as in `all_gather_linear`; `dim` is scattered.
         recipe: as there. The sums are of the dtype of x; the upstream gradient travels in FP8.
 
-    Gives [..., N] with this rank's part of the rows. Backward gathers the upstream gradient for all
-    that needs it; that of the bias is of all rows, and the same on all ranks.
+    Returns:
+        [..., N] with this rank's part of the rows.
+
+    Raises:
+        InputError, OptionError: as `all_gather_linear`.
     """
     return _layers("reduce_scatter", x, [weight], [bias], group, dim, options, recipe)[0]
 
@@ -130,7 +150,9 @@ def linear_all_reduce(
     options: Given = None,
     recipe: Recipe | None = None,
 ) -> Tensor:
-    """`all_reduce(F.linear(x, weight)) + bias`: sums over the ranks, each has all rows.
+    """Sums over the ranks under matmuls: `all_reduce(F.linear(x, weight)) + bias`.
+
+    The upstream gradient is the same on all ranks, and backward communicates nothing.
 
     Args:
         x: [..., K], all rows, of this rank's columns.
@@ -138,8 +160,11 @@ def linear_all_reduce(
         bias: [N], the same on all ranks.
         group, options, recipe: as in `all_gather_linear`. The sums are of the dtype of x.
 
-    Gives [..., N]. The upstream gradient is the same on all ranks, and backward communicates
-    nothing.
+    Returns:
+        [..., N] with all rows.
+
+    Raises:
+        InputError, OptionError: as `all_gather_linear`.
     """
     return _layers("all_reduce", x, [weight], [bias], group, None, options, recipe)[0]
 

@@ -1,12 +1,5 @@
 """Data parallelism in which each rank updates whole parameters of its own, and gathers the rest.
 
-    optimizer = LayerWise(torch.optim.Muon(model.parameters(), lr=0.02), model, mesh)
-    for x, y in batches:
-        loss(model(x), y).backward()         # gradients go to the owners, under the backward
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.step()                     # owners update; gathers run under the next forward
-        optimizer.zero_grad()
-
 Any torch optimizer will do, also one that needs whole matrices. A parameter's owner holds its
 state, and nobody else does (as in ZeRO-1). What is sharded by tensor parallelism has as owner a
 group of ranks. What `fully_shard` has sharded over the data-parallel ranks stays so, with its
@@ -93,47 +86,55 @@ LARGE = 4
 
 
 class LayerWise:
-    """An optimizer whose parameters have owners, one rank of `mesh` each.
+    """Gives each parameter an owner, one rank of `mesh`, which alone updates it.
 
-    `optimizer`: has updated nothing yet, or has state for all parameters. It updates each parameter
-    by itself, and finds them in its `param_groups` (parts of it, with its attributes, update bucket
-    by bucket; one that holds other optimizers updates all at once). Each parameter stands in
-    `module`, which every rank of `mesh` has alike (a gather at the start makes weights equal). The
-    Parameters become views of flat buffers, and frozen ones may be unfrozen later.
-    `mesh`: one dimension, whose ranks all do the same. Every rank of the job makes its own
-    together.
+    Gradients are summed in place, reduced to the owners under the backward, and `.grad` is None
+    between steps; a Parameter that was not used has the gradient 0. Owners update, and gathers of
+    the weights run under that and the next forward. Every rank of the job makes its own together.
+    The Parameters become views of flat buffers; frozen ones may be unfrozen later. The how-to
+    (docs/how-to/layer-wise.md) says what moves, and by what.
 
     Parameters may be DTensors on one other mesh of one dimension (tensor or expert parallelism).
-    Those that the optimizer updates whole have a home among the ranks of their owner: see
-    Note [Homes]. In `param_groups` a Parameter of the whole shape stands in their place, until
-    `close()`. Which these are the optimizer's `needs_whole(parameter)` says; without it, all but
-    those of torch's elementwise optimizers and of `interlace.optim.AdamW`.
+    Those that the optimizer updates whole (its `needs_whole(parameter)`; without that, all but
+    those of elementwise optimizers) have a home among the ranks of their owner, and in
+    `param_groups` a Parameter of the whole shape stands in their place, until `close()`.
 
     Or Parameters are those of `fully_shard`, sharded by rows over the ranks of `mesh`, and maybe
-    replicated over others (HSDP). `optimizer` is then `interlace.optim.Muon` or `torch.optim.Muon`,
-    and has the same `param_groups` and states as without this class. What needs no exchange it
-    updates itself: groups with `use_muon=False`, and what shards have whole matrices of. Given the
-    same gradients, weights have the bits of the optimizer on whole parameters in one process, with
-    `batched=False`. `bucket_bytes` bounds a rank's shards of a bucket, in bfloat16, which has at
-    least as many matrices as there are ranks; `overlap_param_gather=False` waits for each exchange.
+    replicated over others (HSDP); gradients are then reduced already. `optimizer` is then
+    `interlace.optim.Muon` or `torch.optim.Muon`. With `batched=False`, weights have the bits of the
+    optimizer on whole parameters in one process, given the same gradients.
 
-    Under `fully_shard` gradients are reduced already: `.grad` is taken as it is. Else they are
-    summed in place, by layers such as `GroupedLinear` too, and reduced (`main_grad_dtype`, and `op`
-    "mean" or "sum"; `no_sync`), and `.grad` is None between steps; a Parameter that was not used
-    has the gradient 0. `overlap_param_gather=False` has `step` wait for the gathers, with the same
-    bits. `bucket_bytes` bounds the weights of a bucket of more than one parameter (the first ones
-    have less). Owners are balanced by the optimizer's `update_cost(parameter)` where it has that,
-    else by elements. With `check_replicas_every=N`, every N-th step begins with `check_replicas`.
-    `options`: `timeout_s` bounds every wait for a peer, `overlap=False` reduces in `step` only,
-    `trace` keeps `timelines()`. On GPUs of one host weights are copied from slots of their owners
-    by copy engines, and gradients reduced by NCCL; the slots of a rank take twice what one owner
-    has of the largest bucket, and buckets of which that is over four `bucket_bytes` go by NCCL.
-    `transport="nccl"` has NCCL do all, which needs SMs while the optimizer and the forward compute;
-    with `transport="peer"` ranks read each other's slots for both, and sums go in rank order (GPUs
-    that ranks share need that).
+    Args:
+        optimizer: updates each parameter by itself. It has updated nothing yet, or has state for
+            all parameters; one that holds other optimizers updates all at once.
+        module: holds all these parameters. Every rank of `mesh` has it alike; a gather at the start
+            makes weights equal.
+        mesh: one dimension, whose ranks all do the same.
+        overlap_param_gather: False has `step` wait for the gathers (under `fully_shard`, for each
+            exchange), with the same bits.
+        bucket_bytes: bounds the weights of a bucket of more than one parameter; under `fully_shard`
+            a rank's shards of one, in bfloat16.
+        main_grad_dtype: of the summed gradients; None: that of each Parameter.
+        op: "mean" or "sum", over the ranks.
+        check_replicas_every: with N, every N-th step begins with `check_replicas`.
+        options: `timeout_s` bounds every wait for a peer, `overlap=False` reduces in `step` only,
+            `trace` keeps `timelines()`. On GPUs `transport="nccl"` has NCCL move weights too, which
+            copy engines move by default; with "peer" ranks read each other's slots for gradients
+            as well, and sums go in rank order (GPUs that ranks share need that).
 
-    Raises OptimizerError or UnsupportedError for parameters that cannot be served so. When a peer
-    fails, the error names the bucket and the module that waited; the weights are then undefined.
+    Raises:
+        OptimizerError, UnsupportedError: parameters, the optimizer or the mesh cannot be served.
+        OptionError: an argument of a former release.
+        PeerError, CommTimeoutError: from a later call, a peer failed or is late. The message names
+            the bucket and the module that waited; the weights are undefined.
+
+    Examples:
+        >>> muon = torch.optim.Muon(layer.parameters(), lr=0.02)
+        >>> with LayerWise(muon, layer, mesh) as optimizer:
+        ...     layer(x).square().mean().backward()  # gradients go to the owners
+        ...     norm = optimizer.clip_grad_norm_(1.0)
+        ...     optimizer.step()  # owners update; gathers run under the next forward
+        ...     optimizer.zero_grad()
     """
 
     def __init__(
@@ -251,7 +252,12 @@ class LayerWise:
     @eager
     @torch.no_grad()
     def step(self) -> None:
-        """Updates what this rank owns, and starts the gathers. Collective."""
+        """Updates what this rank owns, and starts the gathers. Collective.
+
+        Raises:
+            OptimizerError: the optimizer got parameters since this was made.
+            ReplicaError: as `check_replicas`, with `check_replicas_every`.
+        """
         self.synchronize()
         self._weights.check_place()
         if any(p not in self._names for group in self.param_groups for p in group["params"]):
@@ -272,9 +278,7 @@ class LayerWise:
 
     @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begins a new step: gradients are 0; where LayerWise does not reduce them, None, unless
-        `set_to_none=False`.
-        """
+        """Sets gradients to 0; under `fully_shard`, to None, unless `set_to_none` is False."""
         if self._reducer is None:
             self.optimizer.zero_grad(set_to_none)
             return
@@ -290,7 +294,11 @@ class LayerWise:
         self._weights.synchronize()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backwards inside only add to the gradients: for all micro-batches but the last."""
+        """A context whose backwards only add to the gradients: for all micro-batches but the last.
+
+        Raises:
+            GradientError: `fully_shard` reduces these gradients.
+        """
         if self._reducer is None:
             raise GradientError(
                 "LayerWise does not reduce these gradients: use set_requires_gradient_sync() of "
@@ -309,17 +317,16 @@ class LayerWise:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Clips the gradients of all ranks together, as torch.nn.utils.clip_grad_norm_ does.
+        """The norm of all ranks' gradients, which it clips together to `max_norm`.
 
-        Gives the norm of all gradients, a scalar of fp64, the same on every rank. Collective; once
-        a step, after its last backward.
+        `norm_type` and `error_if_nonfinite` are as of the function `clip_grad_norm_`.
         """
         return clip_grad_norm_([self], max_norm, norm_type, error_if_nonfinite)
 
     @eager
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of the gradients of all ranks, shards included; see `clip_grad_norm_`."""
+        """The norm of order `norm_type` of the gradients of all ranks. Collective."""
         norms, grads = self._shared["norms"].zero_(), self._reduced_grads()
         shard, shards = self._plan.shard, self._plan.shards
         own = norms.new_zeros(len(self._acting))
@@ -341,7 +348,7 @@ class LayerWise:
     @eager
     @torch.no_grad()
     def scale_grads(self, scale: Tensor) -> None:
-        """Multiplies the gradients of all ranks."""
+        """Multiplies the gradients of all ranks by `scale`, one number. Collective."""
         for grad in self._reduced_grads().values():
             grad.mul_(scale)
 
@@ -364,10 +371,11 @@ class LayerWise:
         return saved(self.optimizer, self._owned, self._names)
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Loads what `state_dict` gave, then gathers all weights from their owners. Collective.
+        """Loads the `state_dict` of before, then gathers all weights from their owners. Collective.
 
-        OptimizerError for a state that was saved with other owners, which is to be loaded by
-        torch.distributed.checkpoint.
+        Raises:
+            OptimizerError: the state was saved with other owners: load it by
+                torch.distributed.checkpoint.
         """
         self.synchronize()
         complete = self._reducer is not None
@@ -379,9 +387,13 @@ class LayerWise:
     @eager
     @torch.no_grad()
     def check_replicas(self) -> None:
-        """Raises ReplicaError unless every rank holds the same bits in all Parameters that the
-        optimizer has, shards but those of other ranks. Collective; between a step and the next
+        """Compares all Parameters of the optimizer with those of the other ranks, bit by bit.
+
+        Shards are compared with those of their own place. Collective; between a step and the next
         backward.
+
+        Raises:
+            ReplicaError: ranks hold different weights; the message names them.
         """
         self.synchronize()
         names, shard, shards = self._plan.names, self._plan.shard, self._plan.shards
@@ -401,13 +413,17 @@ class LayerWise:
             )
 
     def explain(self) -> str:
-        """Who owns what, each bucket, and the Programs of this rank."""
+        """Returns a text: who owns what, each bucket, and the Programs of this rank."""
         executors = [*self._runs.executors, *(self._homes.executors if self._homes else ())]
         lines = (self._pipeline or self._plan).explain()
         return "\n".join([*lines, *(str(each.program) for each in executors)])
 
     def timelines(self) -> list[Timeline]:
-        """When each Program ran last, reductions first, then gathers; needs the option `trace`."""
+        """The measured timeline of each Program's last run, reductions first, then gathers.
+
+        Raises:
+            ExecutorError: it was made without the option `trace`.
+        """
         return [each.timeline() for each in self._runs.executors[: -len(self._shared)]]
 
     def reset(self) -> None:
@@ -469,10 +485,21 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clips the gradients of all optimizers together, as torch.nn.utils.clip_grad_norm_ does.
+    """Clips the gradients of several optimizers together, as torch.nn.utils.clip_grad_norm_ does.
 
-    Gives the norm of all gradients, a scalar of fp64, the same on every rank. Collective; once
-    a step, after its last backward.
+    Collective; once a step, after its last backward.
+
+    Args:
+        optimizers: such as one for each kind of Parameters of a model.
+        max_norm: the largest norm that is left.
+        norm_type: the order of the norm.
+        error_if_nonfinite: raises where the norm is infinite or NaN; the host waits for it.
+
+    Returns:
+        The norm of all gradients before, a scalar of fp64, the same on every rank.
+
+    Raises:
+        GradientError: the norm is not finite, with `error_if_nonfinite`.
     """
     norms = [optimizer.grad_norm(norm_type) for optimizer in optimizers]
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)

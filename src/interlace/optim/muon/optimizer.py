@@ -1,10 +1,4 @@
-"""Muon for matrices and AdamW for the rest, in one optimizer.
-
-groups = muon_groups(model)                              # which goes where, by rules
-optimizer = Muon(groups, lr=0.02, adamw={"lr": 3e-4})
-print(optimizer.explain())
-loss.backward(); optimizer.step(); optimizer.zero_grad()
-"""
+"""Muon for matrices and AdamW for the rest, in one optimizer."""
 
 from __future__ import annotations
 
@@ -45,36 +39,47 @@ as some 4,000 operations of the matrix units (an H200: 4.2 TB/s beside 700 TFLOP
 class Muon(KeepsStates):
     """Muon (Keller Jordan, kellerjordan.github.io/posts/muon), and AdamW beside it.
 
-    The arguments up to `adjust_lr_fn` have the names, defaults and arithmetic of torch.optim.Muon.
     Momentum is averaged with the gradient, each matrix of the update is made orthogonal by
-    `ns_steps` Newton-Schulz steps in bfloat16, and is subtracted times a learning rate that
-    `adjust_lr_fn` adjusts to the A x B matrix: "original" (None), by sqrt(max(1, A/B));
-    "match_rms_adamw", by 0.2 sqrt(max(A, B)), which allows AdamW's learning rates;
-    "spectral_unclamped", by sqrt(A/B). Weight decay is decoupled and not adjusted.
+    Newton-Schulz steps in bfloat16, and is subtracted times an adjusted learning rate. A parameter
+    is Muon's unless its group says `use_muon=False`; `muon_groups(model)` makes such groups by
+    rules, and `explain` shows them. All options but `params` may be set per group. DTensors whose
+    shards are not whole matrices need `interlace.optim.LayerWise`. Loading takes torch.optim.Muon's
+    state too.
 
-    - `ns_coefficients`: also a sequence of three numbers for each step, the last for all further.
-    - `eps`: of the norm that an update is divided by. torch's 1e-7 stops updates whose norm is
-      below it, which gradient clipping can bring about; 0 makes updates independent of the scale.
-    - `split_sizes`, `head_dim`: the rows of a parameter's matrices are cut into parts, such as Q, K
-      and V, and those into heads of `head_dim`; each is a matrix of its own, also for
-      `adjust_lr_fn`. Parameters of 3 and more dimensions, such as experts, are stacks of matrices.
-    - `batched`: matrices of equal shapes go through the iteration together.
-    - `symmetric`: on NVIDIA GPUs from 9.0, a kernel computes half of each symmetric product.
-    - `gram_variant`: iterates on rows x rows matrices where that takes fewer operations. Equal in
-      exact arithmetic, **not bit-equal**; in float16.
-    - `adamw`: options of the groups with `use_muon=False`, those of `interlace.optim.AdamW`, whose
-      defaults they have, and not this class's `lr` and `weight_decay`.
+    With `batched=False` and `symmetric=False`, which may change the order of additions, a step has
+    torch.optim.Muon's bits, but in two cases: torch up to 2.13, with `nesterov=False` and bfloat16
+    gradients, normalises its own momentum buffer; and its update is 0 where squares are too large
+    for fp32.
 
-    With `batched=False` and `symmetric=False` a step has torch.optim.Muon's bits, but in two cases:
-    torch up to 2.13, with `nesterov=False` and bfloat16 gradients, normalises its own momentum
-    buffer, which is not done here; and its update is 0 where squares are too large for fp32. Each
-    of the two options may change the order of additions.
+    Args:
+        params, lr, momentum, nesterov, ns_steps: as of torch.optim.Muon.
+        weight_decay: as there: decoupled, and not adjusted.
+        ns_coefficients: also a sequence of three numbers for each step, the last for all further.
+        eps: of the norm that an update is divided by. torch's 1e-7 stops updates whose norm is
+            below it, which gradient clipping can bring about; 0 makes updates independent of the
+            scale.
+        adjust_lr_fn: the factor of the learning rate of an A x B matrix: "original" (None),
+            sqrt(max(1, A/B)); "match_rms_adamw", 0.2 sqrt(max(A, B)), which allows AdamW's learning
+            rates; "spectral_unclamped", sqrt(A/B).
+        split_sizes, head_dim: cut the rows of a parameter's matrices into parts, such as Q, K and
+            V, and those into heads of `head_dim`; each is a matrix of its own, also for
+            `adjust_lr_fn`. Parameters of 3 and more dimensions, such as experts, are stacks of
+            matrices.
+        batched: takes matrices of equal shapes through the iteration together.
+        symmetric: on NVIDIA GPUs from 9.0, a kernel computes half of each symmetric product.
+        gram_variant: iterates on rows x rows matrices where that takes fewer operations. Equal in
+            exact arithmetic, **not bit-equal**; in float16.
+        adamw: options of the groups with `use_muon=False`, those of `interlace.optim.AdamW`, whose
+            defaults they have, and not this class's `lr` and `weight_decay`.
 
-    A parameter is Muon's unless its group says `use_muon=False`; `muon_groups(model)` makes such
-    groups by rules, and `explain` shows them. All options may be set per group. DTensors whose
-    shards are not whole matrices need `interlace.optim.LayerWise`. Loading takes
-    torch.optim.Muon's state too.
-    Errors are OptimizerError (a ValueError).
+    Raises:
+        OptimizerError: a ValueError, for an argument or a parameter that it cannot take.
+        OptionError: an argument of a former release.
+
+    Examples:
+        >>> muon = Muon(muon_groups(model), lr=0.02, adamw={"lr": 3e-4})
+        >>> model(tokens).square().mean().backward()
+        >>> muon.step()
     """
 
     kept = ("use_muon", "why", "batched", "symmetric", *KEPT)
@@ -108,7 +113,11 @@ class Muon(KeepsStates):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Adds a group as torch.optim does; raises OptimizerError for what cannot be served."""
+        """Adds a group as torch.optim does: `param_group` is a dict of `params` and options.
+
+        Raises:
+            OptimizerError: it cannot be served; nothing is added.
+        """
         if not param_group.get("use_muon", True):
             for name, value in {**ADAMW_DEFAULTS, **self._adamw_options}.items():
                 param_group.setdefault(name, value)
@@ -136,7 +145,7 @@ class Muon(KeepsStates):
     @eager
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Updates every parameter that has a gradient; gives the closure's loss."""
+        """Updates every parameter that has a gradient; returns the loss of a `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -152,9 +161,7 @@ class Muon(KeepsStates):
         return loss
 
     def explain(self) -> str:
-        """A line for each parameter: what updates it, its name and shape, how it is cut, and why
-        (the rule of `muon_groups`, or the group's option).
-        """
+        """A line for each parameter: what updates it, its name, its shape, how it is cut, why."""
 
         def cut(param: Tensor, group: Group) -> str:
             shapes = Counter(tuple(m.shape) for m in _cut(param, group))
@@ -166,9 +173,13 @@ class Muon(KeepsStates):
         return explain_groups(self.param_groups, cut)
 
     def update_cost(self, parameter: Tensor) -> float:
-        """FLOPs of a step of this parameter, for dividing the work: those of its matrix products
-        (half of a symmetric one's with `symmetric`) and ELEMENT_FLOPS an element.
-        Raises OptimizerError for a parameter of no group.
+        """FLOPs of a step of a `parameter`, by which `LayerWise` divides the work among owners.
+
+        They are those of its matrix products (half of a symmetric one's with `symmetric`) and
+        4,096 an element, for the memory that moves.
+
+        Raises:
+            OptimizerError: the parameter is of no group.
         """
         group = self._group_of(parameter)
         total = ELEMENT_FLOPS * parameter.numel()
@@ -179,8 +190,12 @@ class Muon(KeepsStates):
         return total
 
     def needs_whole(self, parameter: DTensor) -> bool:
-        """True if shards of this parameter are updated by way of the whole: not those of AdamW, nor
-        shards of whole matrices. Raises OptimizerError for a parameter of no group.
+        """True if shards of a `parameter` are updated by way of the whole, as `LayerWise` asks.
+
+        False for those of AdamW, and for shards of whole matrices.
+
+        Raises:
+            OptimizerError: the parameter is of no group.
         """
         group = self._group_of(parameter)
         return group["use_muon"] and not in_whole_matrices(parameter, group)

@@ -51,12 +51,18 @@ def muon_groups(
     model: nn.Module,
     options: Mapping[str, Group] | None = None,
 ) -> list[ParamGroup]:
-    """Parameter groups of `Muon` with the names of all parameters of a model; a shared parameter
-    is in the first place that it is found in.
+    """Makes parameter groups of `Muon`, with names, for all parameters of a model.
 
-    `options` are of groups, by patterns of names (`fnmatch`); the first that fits counts, and a
-    `use_muon` among them overrules the rules. There is a group for each rule and pattern that fits
-    something, so each can have options, such as a learning rate, of its own.
+    There is a group for each rule and pattern that fits something. A shared parameter is in the
+    first place that it is found in.
+
+    Args:
+        model: the model.
+        options: options of groups, by patterns of names (`fnmatch`); the first that fits counts,
+            and a `use_muon` among them overrules the rules.
+
+    Returns:
+        The groups, each with `use_muon` and the reason for it.
     """
     modules = dict(model.named_modules())
     tables = [m.weight.shape for m in modules.values() if isinstance(m, nn.Embedding)]

@@ -460,9 +460,12 @@ def watchdog() -> Watchdog:
 
 
 def synchronize() -> None:
-    """Returns when every run of every CUDA Executor of this process has ended; raises what failed.
+    """Returns when every run of every CUDA Executor of this process has ended.
 
-    Bounded by the time-out of each Executor in teams. Results are valid only after it.
+    Results on GPUs are proved valid only after it. The wait is bounded by each Executor's time-out.
+
+    Raises:
+        CommTimeoutError, PeerError, AgreementError: a run failed.
     """
     dog = watchdog()
     for watched in dog.all():
