@@ -166,6 +166,35 @@ def test_a_thread_records_while_the_run_hangs(fresh: Pool, tmp_path: Path) -> No
     assert "its host is at sleep_until_saved (" in last.role
 
 
+SUM = """
+def total(tp: Team[2], x: f32[4]):
+    y = empty(f32[4])
+    main: all_reduce(x, y, reduce="sum", team=tp, backend="gloo")
+    return y
+"""
+
+
+def runs_a_schedule(folder: str) -> None:
+    """A schedule's sum by gloo, for which Interlace connects a group of its own; then a hang."""
+    executor = interlace.Executor(interlace.parse(SUM), groups={"tp": made("tp")})
+    with executor.prepare() as prepared:
+        (total,) = prepared.run([torch.ones(4)])
+        assert total.tolist() == [2.0] * 4
+        group = made("dp")
+        about_to_hang([group])
+        if dist.get_rank() == 0:
+            with contextlib.suppress(RuntimeError):
+                reduces(group)
+        interlace.save_recording(folder)
+
+
+def test_sums_of_schedules_are_recorded(fresh: Pool, tmp_path: Path) -> None:
+    fresh(2).run(runs_a_schedule, str(tmp_path), replace=True)
+    report = interlace.check_recorded(tmp_path)
+    assert report.kinds() == {"missing"}, report
+    assert "interlace/" in "".join(p.read_text() for p in tmp_path.iterdir())
+
+
 def test_nothing_is_saved_without_a_process_group(tmp_path: Path) -> None:
     with pytest.raises(interlace.InterlaceError, match="there is no process group"):
         interlace.save_recording(tmp_path)

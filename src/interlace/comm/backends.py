@@ -21,9 +21,10 @@ Note [Whose time-out]
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -118,18 +119,37 @@ def connect(
     whose: str,
     look: Callable[[], object] = lambda: None,
     ended: Callable[[], Collection[int]] = tuple,
+    label: tuple[str, Sequence[int]] = ("", ()),
 ) -> BackendGroup:
     """A new backend, which all its members make together. `look` raises where one of them has given
-    up, `ended` tells whose processes are gone, `whose` is for messages."""
+    up, `ended` tells whose processes are gone, `whose` is for messages, `label` has its name
+    and ranks for flight records."""
     cls: Any = getattr(c10d, f"ProcessGroup{_CLASSES[name]}")
     limit, own = timedelta(seconds=timeout_s + MARGIN_S), _within(store, timeout_s)
-    call = Errand(lambda: cls(own, me, size, timeout=limit))
+    if name == "gloo":
+        call = Errand(lambda: cls(own, me, size, _gloo_options(cls, limit, *label)))
+    else:
+        call = Errand(lambda: cls(own, me, size, timeout=limit))
     try:
         return await_ranks(call, timeout_s, ended, look)
     except (RuntimeError, ValueError, TimeoutError) as error:
         raise BackendError(
             f"the backend {name!r} of {whose} could not be connected: {error}"
         ) from error
+
+
+def _gloo_options(cls: Any, limit: timedelta, name: str, ranks: Sequence[int]) -> Any:
+    """What gloo takes by default, with a name and ranks: flight records need them of each group."""
+    options = cls._Options()
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+    options._devices = (
+        [cls.create_device(interface=one) for one in interfaces.split(",")]
+        if interfaces
+        else [cls.create_default_device()]
+    )
+    options._threads, options._timeout = 2 * len(options._devices), limit
+    options.group_name, options.global_ranks_in_group = name, [*ranks]
+    return options
 
 
 def await_ranks(
@@ -313,7 +333,7 @@ class Connections:
                 look()
                 if backend is None:
                     store = c10d.PrefixStore(f"interlace/{place}/backend", self._store)
-                    known = self.whose, look, ended
+                    known = self.whose, look, ended, (f"interlace/{place}", team.ranks)
                     backend = connect(name, store, team.me, team.size, timeout_s, *known)
                     self.made.append(backend)
                 if name == "nccl":

@@ -73,9 +73,12 @@ def _entries(config: Plain) -> list[Plain]:
     from interlace.torch_private import flight_records
 
     records = flight_records()
-    nccl, gloo = (
-        json.loads(records.get(library, "{}")).get("entries", []) for library in ("nccl", "gloo")
-    )
+    recorded = [json.loads(records.get(library, "{}")) for library in ("nccl", "gloo")]
+    nccl, gloo = (plain.get("entries", []) for plain in recorded)
+    for plain in recorded:  # Interlace's own groups are none of torch's process groups
+        for name, group in plain.get("pg_config", {}).items():
+            if name.startswith("interlace/"):
+                config[name] = group
     if not nccl or not gloo:
         return nccl or gloo
     for entry in gloo:
