@@ -498,7 +498,7 @@ def test_figures_of_the_page_on_tuning_are_rows(
             assert f"{float(row['peak_bytes']) / 1e9:.2f}" == size
 
 
-GATHER = {"commit": "2b39269", "op": "ag_gemm", "m": "8192", "k": "8192", "n": "2560"}
+GATHER = {"commit": "eb5699a", "op": "ag_gemm", "m": "8192", "k": "8192", "n": "2560"}
 GATHER |= {"world": "4", "mode": "eager", "dtype": "bf16"}
 README_FIGURES = [
     ("all-gather and matmul of 8192 x 8192 x 2560", GATHER, "sequential", "auto", "gemm torch"),
@@ -512,7 +512,7 @@ README_FIGURES = [
 
 def row_of(chosen: dict[str, str], way: str) -> dict[str, str]:
     """The last measured row of a run that has these fields."""
-    name, column = ("overlap", "strategy") if chosen is GATHER else ("transformer", "way")
+    name, column = ("overlap", "strategy") if "op" in chosen else ("transformer", "way")
     wanted = chosen | {column: way}
     with (ROOT / "benchmarks" / "results" / f"{name}.csv").open() as file:
         *_, row = (row for row in csv.DictReader(file) if {**row, **wanted} == row)
@@ -529,7 +529,9 @@ def test_figures_of_the_readme_are_rows() -> None:
             cell = f"{float(row['median_us']):.0f} us" if chosen is GATHER else cell
             cells.append(f"{float(row['peak_bytes']) / 1e9:.1f} GB" if "memory" in title else cell)
         assert f"| {' | '.join(cells)} |" in lines
-    assert f"{float(row_of(GATHER, 'async-tp')['median_us']):.0f} us" in PAGES["README.md"]
+    runs = [row_of(GATHER | {"commit": commit}, "async-tp") for commit in ("ed488af", "2b39269")]
+    others = " and ".join(f"{float(row['median_us']):.0f}" for row in runs)
+    assert f"took {others} us for the first one" in PAGES["README.md"]
 
 
 def test_figures_of_the_home_page_are_rows() -> None:
