@@ -191,7 +191,7 @@ def _memory(runs: Sequence[Run]) -> str:
         f'<span><i class="key {kind}"></i>{words}</span>'
         for kind, words in zip(KINDS, IN_WORDS, strict=True)
     )
-    said = f'<p class="soft">{MEMORY_SAID}</p><p class="hint">{keys}</p>'
+    said = f'<p class="soft">{MEMORY_SAID}</p><p class="legend">{keys}</p>'
     return f'<div id="memory"><h2>Memory</h2>{said}{found}</div>' if found else ""
 
 
