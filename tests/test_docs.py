@@ -118,7 +118,6 @@ x = torch.randn(64, 64)
 """
 README_SCHEDULE = next(block.code for block in SCHEDULES if block.page == "README.md")
 BEFORE = {
-    "docs/index.md": MLP,
     "docs/how-to/cuda-graphs.md": MLP,
     "program = interlace.load(": f"""
 import pathlib
@@ -169,6 +168,9 @@ assert "a file of the option schedules" in edited.explain()
 parts = [torch.empty_like(x) for _ in range(2)]
 dist.all_gather(parts, x)
 torch.testing.assert_close(y, torch.cat(parts) @ w)
+""",
+    '"2": RowwiseParallel(output_layouts=Shard(0))}': """
+assert "forward: 2 communications, sound" in interlace.explain(model)
 """,
     "class TransformerBlock": 'assert interlace.explain(layers).count("sound") == 4',
     "block.compile(": 'assert interlace.explain(model).count("sound") == 4',
@@ -259,8 +261,9 @@ def test_script_of_the_readme_runs(pool: Pool, tmp_path: Path) -> None:
     """Beside eager DTensor; and the schedules that it writes run alone."""
     (block,) = of_page("README.md")
     codes = [block.code, README_CHECK]
-    for printed in pool(2).run(run_blocks, codes, str(tmp_path), timeout_s=110.0):
-        assert "2 communications, sound" in printed
+    printed, others = pool(2).run(run_blocks, codes, str(tmp_path), timeout_s=110.0)
+    assert "2 communications, sound" in printed
+    assert not others, "rank 0 prints"
     assert (tmp_path / "step.html").exists()
     kinds = sorted(path.name.split("-")[0] for path in (tmp_path / "generated").glob("*.ilc"))
     assert kinds == ["backward"] * 2 + ["forward"] * 2
@@ -516,17 +519,62 @@ def test_figures_of_the_page_on_tuning_are_rows(
             assert f"{float(row['peak_bytes']) / 1e9:.2f}" == size
 
 
+GATHER = {"commit": "eb5699a", "op": "ag_gemm", "m": "8192", "k": "8192", "n": "2560"}
+GATHER |= {"world": "4", "mode": "eager", "dtype": "bf16"}
+README_FIGURES = [
+    ("all-gather and matmul of 8192 x 8192 x 2560", GATHER, "sequential", "auto", "gemm torch"),
+    ("step of a 70B layer", LAYER_70B, "inductor", "compile", "ideal"),
+    ("its peak memory, weights apart", LAYER_70B, "inductor", "compile", "ideal"),
+    ("the same in FP8, CUDA graphs", LAYER_70B, "", "compile-fp8-graph", ""),
+    ("step of an 8B layer, CUDA graphs", LAYER_8B, "inductor-graph", "compile-graph", "ideal"),
+    ("step of an 8B layer, without graphs", LAYER_8B, "inductor", "compile", "ideal"),
+]
+
+
+def row_of(chosen: dict[str, str], way: str) -> dict[str, str]:
+    """The last measured row of a run that has these fields."""
+    name, column = ("overlap", "strategy") if "op" in chosen else ("transformer", "way")
+    wanted = chosen | {column: way}
+    with (ROOT / "benchmarks" / "results" / f"{name}.csv").open() as file:
+        *_, row = (row for row in csv.DictReader(file) if {**row, **wanted} == row)
+    return row
+
+
 def test_figures_of_the_readme_are_rows() -> None:
-    commit = re.search(r"rows `(\w+)` of\s+\[overlap\.csv\]", PAGES["README.md"])
-    assert commit
-    with (ROOT / "benchmarks" / "results" / "overlap.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["commit"] == commit[1]]
-    for strategy in ("sequential", "async-tp", "auto"):
-        wanted = {"m": "8192", "k": "8192", "n": "2560", "world": "4", "mode": "eager"}
-        wanted["dtype"] = "bf16"
-        (row,) = (r for r in rows if {**r, **wanted, "strategy": strategy} == r)
-        figures = f"| {float(row['median_us']):.0f} us | {float(row['r']):.2f} |"
-        assert figures in PAGES["README.md"]
+    lines = [line for line in PAGES["README.md"].splitlines() if line.endswith(" |")]
+    for title, chosen, *ways in README_FIGURES:
+        cells = [title]
+        for way in ways:
+            row = row_of(chosen, way) if way else {}
+            cell = f"{float(row['median_us']) / 1e3:.1f} ms" if row else "not measured"
+            cell = f"{float(row['median_us']):.0f} us" if chosen is GATHER else cell
+            cells.append(f"{float(row['peak_bytes']) / 1e9:.1f} GB" if "memory" in title else cell)
+        assert f"| {' | '.join(cells)} |" in lines
+    runs = [row_of(GATHER | {"commit": commit}, "async-tp") for commit in ("ed488af", "2b39269")]
+    others = " and ".join(f"{float(row['median_us']):.0f}" for row in runs)
+    assert f"took {others} us for the first one" in PAGES["README.md"]
+
+
+def test_figures_of_the_home_page_are_rows() -> None:
+    """And those of its picture, which a generated file has, are of the run that README shows."""
+    page = PAGES["docs/index.md"]
+
+    def gain(chosen: dict[str, str], *ways: str) -> str:
+        theirs, ours = (float(row_of(chosen, way)["median_us"]) for way in ways)
+        return f"{theirs / ours:.2f}x"
+
+    assert f"**{gain(GATHER, 'sequential', 'auto')}**" in page
+    assert f"**{gain(LAYER_70B, 'inductor', 'compile')}**" in page
+    assert f"gains {gain(LAYER_8B, 'inductor-graph', 'compile-graph')} in CUDA graphs" in page
+    assert "10.4 ms against 8.8" in page, "as in README's table"
+    bugs = re.findall(r"^## ", PAGES["docs/explanation/public-bugs.md"], re.MULTILINE)
+    shown = re.search(r"\*\*(\d+)\*\*\n\n +\[public bugs\]", page)
+    assert shown
+    assert 0 < int(shown[1]) <= len(bugs)
+    drawn = (ROOT / "docs" / "layers.svg").read_text()
+    for figure in ("7.4 ms", "6.4 ms", "5.4 ms", "22.3 ms", "20.3 ms", "19.0 ms", "14.7 ms"):
+        assert f">{figure}" in drawn
+        assert figure in PAGES["README.md"]
 
 
 def test_readme_is_short() -> None:

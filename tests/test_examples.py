@@ -153,7 +153,7 @@ def test_the_notebook(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     for cell in cells:
         exec("".join(cell["source"]), names)
     shown = capsys.readouterr().out
-    for part in ("sound (2 ranks", "equal, bit for bit", "predicted  all", "measured   all"):
+    for part in ("sound (2 ranks", "equal, bit for bit", "predicted  mean", "measured   mean"):
         assert part in shown
     assert names["measured"].ranks == (0, 1)
     assert "iframe" in names["Page"](names["page"])._repr_html_()

@@ -7,6 +7,7 @@ ops.py              reference/ops.md, from the dataclasses of `interlace.ir`
 commands.py         reference/cli.md and reference/options.md, from the commands and `Options`
 bugs.py             explanation/public-bugs.md, from tests/golden/bugs/
 measurements.py     explanation/measurements.md, from benchmarks/results/
+layers.py           layers.svg, the picture of the home page: measured bars
 pictures.py         explanation/*.svg: what the simulator predicts for each strategy
 markdown_table.py   a table
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from bugs import bugs_page
 from commands import cli_page, options_page
+from layers import layer_bars
 from measurements import measurements_page
 from ops import ops_page
 from pictures import pictures
@@ -33,6 +35,7 @@ def main() -> int:
         "reference/ops.md": ops_page(),
         "explanation/public-bugs.md": bugs_page(),
         "explanation/measurements.md": measurements_page(),
+        **layer_bars(),
         **{f"explanation/{name}": text for name, text in pictures().items()},
     }
     stale = [n for n, t in texts.items() if not (DOCS / n).exists() or (DOCS / n).read_text() != t]

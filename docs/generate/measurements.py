@@ -42,8 +42,8 @@ so clocks differ between bursts, and R can be a few percent below 1.
 
 AG+GEMM is an all-gather and then a matmul, GEMM+RS a matmul and then a reduce-scatter, GEMM+AR
 one and then an all-reduce. M, K and N are those of one rank's matmul. Four H200s, bf16; the
-built-in cost model chose the strategy, without a calibration. async-TP is of an earlier run on
-another host.
+built-in cost model chose the strategy, without a calibration. The times of async-TP are from an
+earlier run on another host.
 
 """
 GRAPHED = """
@@ -60,9 +60,9 @@ FP8 (`--dtype f8e4m3`) on four H200s: rows are gathered in FP8, over one `_scale
 
 """
 LAYERS = """
-In this run `auto` was slower than NCCL for sums after small FP8 matmuls, since the cost model
-counted too little of the host's time. It counts more since: in the run on two H200s no FP8 site
-of 2,048 rows or more was slower.
+In this run `auto` was slower than NCCL for sums after small FP8 matmuls, because the cost model
+counted too little of the host's time. It now counts more: in the later run on two H200s no FP8
+site of 2,048 rows or more was slower.
 
 ## Training a layer
 

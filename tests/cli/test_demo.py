@@ -116,7 +116,7 @@ def test_the_page_opens_in_a_browser(demo: tuple[dict[str, Any], Path]) -> None:
     assert all(int(rows) >= least for (rows, _), least in zip(panels, (2, 2, 6, 6), strict=True))
     hidden = demo[0]["ways"]["overlapped"]["overlap"]["hidden"]
     assert f"{percent(hidden)} of communication hidden" in dom
-    assert re.search(r"<b>\d+\.\d\dx</b> as fast as serial, predicted", dom)
+    assert re.search(r"<b>\d+\.\d\dx</b> as fast as serial; forward \+ backward, predicted", dom)
     assert all(int(spans) > 50 for _, spans in panels)
 
 

@@ -125,7 +125,7 @@ def test_the_demo_shows_its_progress_from_the_first_second(capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("times", "begin", "hint"),
     [
-        ((200.0, 120.0), "overlap paid on this machine: a step takes 120.0 ms", ""),
+        ((200.0, 120.0), "overlap paid on this machine: a whole step takes 120.0 ms", ""),
         ((200.0, 201.0), "overlap made no difference", "interlace calibrate"),
         ((200.0, 300.0), "overlap did not pay", "contend for the same cores"),
     ],

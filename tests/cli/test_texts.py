@@ -63,7 +63,7 @@ def test_simulate_prints_the_figures(sound: str) -> None:
     assert [line.split()[:2] for line in lines[2:]] == [
         ["predicted", "0"],
         ["predicted", "1"],
-        ["predicted", "all"],
+        ["predicted", "mean"],
     ]
 
 

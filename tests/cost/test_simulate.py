@@ -87,7 +87,7 @@ def test_the_host_waits_for_a_stream() -> None:
 def test_issuing_takes_the_host_time_and_launching_the_streams() -> None:
     lines = ("main: copy(x, y)", "side: copy(x, z[0:4])")
     timeline = played(*lines, machine=ROUND.replace(issue_s=0.5))
-    assert [start for _, start, _ in times(timeline)] == [0.5, 1.0]
+    assert times(timeline) == [("copy", 0.5, 1.5), ("copy", 1.0, 2.0)]
     timeline = played(lines[0], lines[0], machine=ROUND.replace(launch_s=0.25))
     assert times(timeline) == [("copy", 0, 1.25), ("copy", 1.25, 2.5)]
 

@@ -33,11 +33,11 @@ def test_time_that_two_streams_share_counts_once() -> None:
     assert (figures.compute_s, figures.comm_s, figures.overlap_s) == (4, 4, 4)
 
 
-def test_ranks_are_summed_and_never_mixed() -> None:
+def test_ranks_are_averaged_and_never_mixed() -> None:
     timeline = Timeline((span(0, 2), span(0, 2, "comm", rank=1), span(3, 5, rank=1)))
     assert timeline.figures(0).overlap_s == timeline.figures(1).overlap_s == 0
-    total = timeline.figures()
-    assert (total.makespan_s, total.compute_s, total.comm_s, total.hidden) == (5, 4, 2, 0)
+    mean = timeline.figures()
+    assert (mean.makespan_s, mean.compute_s, mean.comm_s, mean.hidden) == (5, 2, 1, 0)
     assert Timeline((span(0, 2),)).figures().hidden == 0
     assert Timeline(()).figures().makespan_s == 0
 

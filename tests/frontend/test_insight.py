@@ -79,7 +79,11 @@ def test_of_a_module_by_torch_compile(pool: Pool, tmp_path: Path) -> None:
                 assert " took " in line
         for word in (
             *("forward serial predicted", "forward overlapped predicted", "backward measured"),
-            *("as fast as serial, predicted", "<th>measured</th>", "<b>verifier</b> sound"),
+            *(
+                "as fast as serial; forward + backward, predicted",
+                "<th>measured</th>",
+                "<b>verifier</b> sound",
+            ),
         ):
             assert word in told["page"]
         assert "forward: 2 communications, 0 serial, sound" in told["why"]

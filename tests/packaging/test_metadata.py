@@ -38,6 +38,10 @@ def test_the_changelog_tells_of_this_version() -> None:
     assert f"## {interlace.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_the_site_is_of_this_version() -> None:
+    assert f"copyright: Interlace {interlace.__version__}," in (ROOT / "mkdocs.yml").read_text()
+
+
 def test_the_citation_is_of_this_version() -> None:
     lines = (ROOT / "CITATION.cff").read_text().splitlines()
     assert "cff-version: 1.2.0" in lines

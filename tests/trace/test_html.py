@@ -160,10 +160,11 @@ def head(page: str) -> str:
 
 def test_the_head_says_what_the_table_says():
     page = html_page([compared("forward")])
-    rows = {row[0]: row[2:] for row in table(page, "Overlap") if row[1] == "all"}
+    rows = {row[0]: row[2:] for row in table(page, "Overlap") if row[1] == "mean"}
     serial, ours = rows["forward serial measured"], rows["forward overlapped measured"]
-    assert f"<b>{serial[3]} → {ours[3]}</b> of communication hidden, measured" in head(page)
-    assert f"<b>{serial[4]} → {ours[4]}</b> exposed, all ranks, measured" in head(page)
+    run_ = "forward, measured"
+    assert f"<b>{serial[3]} → {ours[3]}</b> of communication hidden; {run_}" in head(page)
+    assert f"<b>{serial[4]} → {ours[4]}</b> of it exposed, mean over ranks; {run_}" in head(page)
     assert serial[3] == "0%" != ours[3]
 
 
@@ -174,7 +175,8 @@ def test_the_head_sums_all_runs():
         for part in (lambda run: run.before, lambda run: run)
     )
     assert before > after
-    assert f"<b>{before / after:.2f}x</b> as fast as serial, measured" in head(html_page(runs))
+    gain = f"<b>{before / after:.2f}x</b> as fast as serial; forward + backward, measured"
+    assert gain in head(html_page(runs))
 
 
 def test_a_prediction_alone_has_no_measured_columns():
@@ -331,6 +333,34 @@ def test_the_keyboard_does_it_all(shown: Tab, tmp_path: Path):
     assert "all_reduce(y, y" in shown.evaluate("detail.innerText")
     shown.key("Escape")
     assert shown.evaluate("[picked.matches, picked.op]") == [None, None]
+
+
+def test_colours_and_labels(shown: Tab, tmp_path: Path):
+    """Computation has a colour that no site has; a label is as much of the module as fits."""
+    shown.open(write_page([compared()], tmp_path / "t.html"), 1280, 900)
+    rows = shown.evaluate("data.panels[0].parts[1].rows[0].spans.map(s => [s[5], shade(s)])")
+    colours = {kind: {colour for k, colour in rows if k == kind} for kind in (0, 1)}
+    assert colours[0] == {shown.evaluate("ink.plain")}
+    assert not colours[0] & {*shown.evaluate("ink.sites")}
+    assert colours[1] < {*shown.evaluate("ink.sites")}
+    text = """(room => {
+      const row = data.panels[0].parts[1].rows[0], pen = data.panels[0].canvas.getContext("2d");
+      return label(pen, row, row.spans.find(s => s[5] === COMPUTE), room);
+    })(%d)"""
+    texts = [shown.evaluate(text % room) for room in (300, 90, 45, 15, 3)]
+    assert texts == ["layers.0.mlp.up · mm", "layers.0.mlp.up", "mlp.up", "up", ""]
+
+
+def test_sites_and_remarks_of_a_text_are_folded(shown: Tab, tmp_path: Path):
+    program = sample().replace(remarks=(Remark("decompose", "a remark"),))
+    shown.open(write_page([Run((program,), run(program))], tmp_path / "t.html"), 1280, 900)
+    folded = shown.evaluate("document.querySelector('#text details details').innerText")
+    assert folded == "2 sites, 1 remark"
+    numbers = "[...document.querySelectorAll('#text ol')].map(ol => [ol.start, ol.children.length])"
+    counts = shown.evaluate(numbers)
+    ends = list(itertools.accumulate((count for _, count in counts), initial=1))
+    assert [start for start, _ in counts] == ends[:-1], "lines are numbered as in the file"
+    assert ends[-1] - 1 == len(str(program).splitlines())
 
 
 def test_rows_of_one_rank(shown: Tab, tmp_path: Path):

@@ -195,7 +195,7 @@ def verdict(report: dict[str, Any]) -> str:
     paid = speedup > 1 + NOISE
     what = "paid" if paid else "did not pay" if speedup < 1 - NOISE else "made no difference"
     text = (
-        f"overlap {what} on this machine: a step takes {overlapped:.1f} ms overlapped and "
+        f"overlap {what} on this machine: a whole step takes {overlapped:.1f} ms overlapped and "
         f"{serial:.1f} ms serial ({speedup:.2f}x)"
     )
     if paid:

@@ -105,7 +105,7 @@ class _Builder:
         self, ranks: tuple[int, ...], cost: Cost, earliest: float = 0.0, ports: Ports = ("both",)
     ) -> int:
         every = ports if len(ports) == len(ranks) else ("both",) * len(ranks)
-        self.tasks.append(Task(ranks, cost, every, earliest))
+        self.tasks.append(Task(ranks, cost, every, earliest=earliest))
         return len(self.tasks) - 1
 
     def edge(self, one: int, other: int) -> None:

@@ -55,7 +55,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Busy time of a rank (or, summed, of all ranks), and the communication that compute hid."""
+    """Busy time of a rank (or the mean over ranks), and the communication that compute hid."""
 
     makespan_s: float
     """From the first start to the last end."""
@@ -126,18 +126,19 @@ class Timeline:
         return intersection(comm, list(zip(ends, starts, strict=True)))
 
     def figures(self, rank: int | None = None) -> Figures:
-        """The figures of a `rank`; without one, sums over the ranks (and the makespan of all)."""
+        """The figures of a `rank`; without one, means over the ranks (and the makespan of all)."""
         if rank is not None:
             return _figures([span for span in self.spans if span.rank == rank])
         by_rank: dict[int, list[Span]] = {}
         for span in self.spans:
             by_rank.setdefault(span.rank, []).append(span)
         each = [_figures(spans) for spans in by_rank.values()]
+        num = max(len(each), 1)
         return Figures(
             self.makespan_s,
-            sum(figures.compute_s for figures in each),
-            sum(figures.comm_s for figures in each),
-            sum(figures.overlap_s for figures in each),
+            sum(figures.compute_s for figures in each) / num,
+            sum(figures.comm_s for figures in each) / num,
+            sum(figures.overlap_s for figures in each) / num,
         )
 
     def to_json(self) -> str:

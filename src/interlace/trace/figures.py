@@ -35,11 +35,11 @@ def percent(share: float) -> str:
 
 
 def figures_rows(timelines: Iterable[Timeline]) -> list[tuple[str, ...]]:
-    """A row for each rank of each timeline, and one for all of its ranks if there are several."""
+    """A row for each rank of each timeline, and their mean if there are several."""
     return [
         (
             timeline.source,
-            "all" if rank is None else str(rank),
+            "mean" if rank is None else str(rank),
             *figure_cells(timeline.figures(rank)),
         )
         for timeline in timelines
@@ -48,7 +48,7 @@ def figures_rows(timelines: Iterable[Timeline]) -> list[tuple[str, ...]]:
 
 
 def parts_of(timeline: Timeline) -> list[int | None]:
-    """The ranks, and None for all together where there are several."""
+    """The ranks, and None for their mean where there are several."""
     ranks = timeline.ranks
     return [*ranks, None] if len(ranks) > 1 else [*ranks]
 
@@ -120,7 +120,7 @@ def prediction_json(prediction: Prediction) -> dict[str, object]:
 
 
 def figures_json(timelines: Iterable[Timeline]) -> list[dict[str, object]]:
-    """The same rows as data; times in seconds, `rank` None for all ranks together."""
+    """The same rows as data; times in seconds, `rank` None for the mean over ranks."""
     rows: list[dict[str, object]] = []
     for timeline in timelines:
         for rank in parts_of(timeline):

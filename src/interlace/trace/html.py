@@ -1,10 +1,10 @@
 """Timelines as one self-contained HTML page: nothing is fetched, and it opens from a file.
 
 The head says what overlap gained. Below it stand the timelines, measured before predicted: rows are
-ranks x streams, the schedule that a run is compared with above its own on one time scale; a colour
-is a site, and exposed communication is marked. The page zooms, pans, searches, shows an op's text
-under the pointer, and has the Programs' text, the sites, the overlap figures and a picture of the
-memory beside it.
+ranks x streams, the schedule that a run is compared with above its own on one time scale.
+Computation has one colour, communication that of its site, and exposed communication is marked. The
+page zooms, pans, searches, shows an op's text under the pointer, and has the Programs' text, the
+sites, the overlap figures and a picture of the memory beside it.
 
     write_page([Run((executor.program,), simulated, executor.timeline())], "step.html")
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -28,15 +29,17 @@ from interlace.cost.memory import HEADINGS as MODULES
 from interlace.cost.memory import IN_WORDS, KINDS
 from interlace.cost.timeline import Figures
 from interlace.ir import Program
-from interlace.ir.text.printer import print_lines
+from interlace.ir.text.printer import TextLine, print_lines
 from interlace.trace.figures import HEADINGS, milliseconds, percent
 from interlace.trace.memory import memory_figures
 from interlace.trace.page_data import COLOURS, PageSite, numbered, page_data, site_groups
-from interlace.trace.summary import Totals, head_totals, overlap_rows, site_headings, site_rows
+from interlace.trace.summary import head_figures, overlap_rows, site_headings, site_rows
 from interlace.trace.tracks import Run, write_whole
 
 LINES = 500
 """Lines of text that are laid out together, when they come in sight."""
+FOLDED = ("site", "remark")
+"""Lines of a Program that say nothing of its order."""
 SCRIPTS = ("model.js", "draw.js", "act.js")
 """The page's one script, in this order."""
 
@@ -69,7 +72,7 @@ def html_page(runs: Sequence[Run], name: str = "", facts: Sequence[tuple[str, st
         name=escape(name),
         style=style,
         facts="".join(f"<li><b>{escape(key)}</b> {escape(value)}</li>" for key, value in facts),
-        head=_head(head_totals(runs)),
+        head=_head(runs),
         listings="".join(listed),
         figures=_table(HEADINGS, overlap_rows(runs)),
         sites=_sites(runs, shades),
@@ -94,49 +97,66 @@ def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _head(known: Sequence[Totals]) -> str:
-    """The gain of overlap."""
-    if not known:
-        return ""
-    source, found = known[0]
-    said = "".join(f"<li><b>{value}</b> {what}, {source}</li>" for value, what in _gains(found))
-    for source, other in known[1:]:
-        said += (
-            f"<li>{source}: {', '.join(f'{value} {what}' for value, what in _gains(other))}</li>"
-        )
-    return f"<ul>{said}</ul>"
+def _head(runs: Sequence[Run]) -> str:
+    """The gain of overlap, of all runs together."""
+    label = next((run.before.label for run in runs if run.before), "")
+    names = " + ".join(run.name for run in runs if run.name)
+    items: list[str] = []
+    for place, (source, figures) in enumerate(head_figures(runs)):
+        of = escape(", ".join(filter(None, (names, source))))
+        gains = [
+            (f"<b>{value}</b>" if not place else value, what)
+            for value, what in _gains(figures, label)
+        ]
+        items += [f"<li>{value} {what}; {of}</li>" for value, what in gains]
+    return f"<ul>{''.join(items)}</ul>" if items else ""
 
 
-def _gains(found: Sequence[tuple[str, Figures]]) -> Iterator[tuple[str, str]]:
+def _gains(figures: Sequence[Figures], label: str) -> Iterator[tuple[str, str]]:
     """Gains of a schedule over the one it is compared with: its speed, and the share it hides."""
-    (label, first), figures = found[0], [it for _, it in found]
     last = figures[-1].makespan_s
-    if len(found) > 1 and last > 0:
-        yield f"{first.makespan_s / last:.2f}x", f"as fast as {escape(label)}"
+    if len(figures) > 1 and last > 0:
+        yield f"{figures[0].makespan_s / last:.2f}x", f"as fast as {escape(label)}"
     if any(it.comm_s > 0 for it in figures):
         yield " → ".join(percent(it.hidden) for it in figures), "of communication hidden"
         exposed = " → ".join(milliseconds(it.exposed_s) for it in figures)
-        yield exposed, "exposed, all ranks"
+        yield exposed, "of it exposed, mean over ranks"
 
 
 def _listing(place: int, program: Program, shades: Mapping[PageSite, int], label: str) -> str:
-    """A Program's text, each line knowing its op and site; closed if it has a label."""
-    rows: list[str] = []
-    for line in print_lines(program):
-        family, index = line.tag
-        attributes = f' data-op="{place}:{index}"' if family == "op" else ""
-        site = program.ops[index].site if family == "op" else None
-        site = program.sites[index].id if family == "site" else site
-        if site is not None and (place, site) in shades:
-            attributes += f' class="c{shades[place, site]}"'
-        text = _coloured(line.text) if family == "op" else escape(line.text)
-        rows.append(f"<li{attributes}>{text or ' '}</li>")
-    lists = "".join(
-        f'<ol start="{begin + 1}">{"".join(rows[begin : begin + LINES])}</ol>'
-        for begin in range(0, len(rows), LINES)
-    )
+    """A Program's text, its sites and remarks folded; all of it is closed if it has a label."""
+    text, number = "", 1
+    for folded, group in itertools.groupby(print_lines(program), lambda it: it.tag[0] in FOLDED):
+        lines = list(group)
+        for begin in range(0, len(lines), LINES):
+            rows = [_row(place, program, line, shades) for line in lines[begin : begin + LINES]]
+            long = ' class="long"' if len(rows) == LINES else ""
+            part = f'<ol start="{number}"{long}>{"".join(rows)}</ol>'
+            number += len(rows)
+            text += (
+                f"<details><summary>{_counts(program)}</summary>{part}</details>"
+                if folded
+                else part
+            )
     caption = f"{escape(f'{label} {program.name}'.strip())} · {len(program.ops)} ops"
-    return f"<details{'' if label else ' open'}><summary>{caption}</summary>{lists}</details>"
+    return f"<details{'' if label else ' open'}><summary>{caption}</summary>{text}</details>"
+
+
+def _counts(program: Program) -> str:
+    counts = (len(program.sites), "sites"), (len(program.remarks), "remarks")
+    return ", ".join(f"{num} {word if num > 1 else word[:-1]}" for num, word in counts if num)
+
+
+def _row(place: int, program: Program, line: TextLine, shades: Mapping[PageSite, int]) -> str:
+    """A line of text, which knows its op and site."""
+    family, index = line.tag
+    attributes = f' data-op="{place}:{index}"' if family == "op" else ""
+    site = program.ops[index].site if family == "op" else None
+    site = program.sites[index].id if family == "site" else site
+    if site is not None and (place, site) in shades:
+        attributes += f' class="c{shades[place, site]}"'
+    text = _coloured(line.text) if family == "op" else escape(line.text)
+    return f"<li{attributes}>{text or ' '}</li>"
 
 
 def _coloured(line: str) -> str:
@@ -153,10 +173,10 @@ def _sites(runs: Sequence[Run], shades: Mapping[PageSite, int]) -> str:
     if not rows:
         return ""
     given = [
-        f' tabindex="0" class="c{shades[it.place]}" data-site="{it.place[0]}:{it.place[1]}"'
-        for it in rows
+        f' tabindex="0" class="c{shades[place, site]}" data-site="{place}:{site}"'
+        for place, site in rows
     ]
-    found = _table(site_headings(runs), [it.cells for it in rows], given, ' id="sites"')
+    found = _table(site_headings(runs), [*rows.values()], given, ' id="sites"')
     return f'<div><h2>Sites</h2>{SITES_SAID}<div class="wide">{found}</div></div>'
 
 
@@ -171,7 +191,7 @@ def _memory(runs: Sequence[Run]) -> str:
         f'<span><i class="key {kind}"></i>{words}</span>'
         for kind, words in zip(KINDS, IN_WORDS, strict=True)
     )
-    said = f'<p class="soft">{MEMORY_SAID}</p><p class="hint">{keys}</p>'
+    said = f'<p class="soft">{MEMORY_SAID}</p><p class="legend">{keys}</p>'
     return f'<div id="memory"><h2>Memory</h2>{said}{found}</div>' if found else ""
 
 

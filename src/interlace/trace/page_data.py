@@ -69,12 +69,14 @@ def page_data(runs: Sequence[Run]) -> dict[str, object]:
         if run.timeline(source) is not None
     ]
     locs = [[data.name(str(op.loc)) for op in program.ops] for program in data.programs]
+    modules = [[data.name(op.loc.module) for op in program.ops] for program in data.programs]
     return {
         "panels": panels,
         "names": list(data.names),
         "kinds": KINDS,
         "sites": [data.site(key) for key in data.places],
         "locs": locs,
+        "modules": modules,
     }
 
 

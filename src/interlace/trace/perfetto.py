@@ -18,7 +18,7 @@ from interlace.cost.timeline import Span, Timeline
 from interlace.ir import Program
 from interlace.ir.text.printer import print_op
 from interlace.ir.text.spelling import visible
-from interlace.trace.tracks import Arrow, OpKey, Run, arrows, ranks_of, title, tracks, write_whole
+from interlace.trace.tracks import OpKey, Run, arrows, ranks_of, title, tracks, write_whole
 
 
 def write_perfetto(runs: Sequence[Run], path: str | Path) -> Path:
@@ -64,21 +64,6 @@ def _drawn(runs: Sequence[Run]) -> Iterator[tuple[Timeline, str, _Details]]:
                 yield timeline, title(timeline, name), details
 
 
-def _flows(
-    timeline: Timeline, found: Sequence[Arrow], ids: count[int]
-) -> tuple[dict[OpKey, list[int]], dict[OpKey, list[int]]]:
-    """The ids of arrows into each op and out of each op, where both ends have a span."""
-    places = {(span.rank, span.op_index) for span in timeline.spans}
-    incoming: dict[OpKey, list[int]] = {}
-    outgoing: dict[OpKey, list[int]] = {}
-    for arrow in found:
-        if arrow.source in places and arrow.target in places:
-            flow = next(ids)
-            outgoing.setdefault(arrow.source, []).append(flow)
-            incoming.setdefault(arrow.target, []).append(flow)
-    return incoming, outgoing
-
-
 def trace_events(runs: Sequence[Run]) -> dict[str, object]:
     """The runs as trace events: times in microseconds."""
     events: list[dict[str, object]] = []
@@ -86,7 +71,7 @@ def trace_events(runs: Sequence[Run]) -> dict[str, object]:
     for pid, (timeline, name, details) in enumerate(_drawn(runs), start=1):
         named = {"name": visible(name)}
         events.append({"ph": "M", "pid": pid, "name": "process_name", "args": named})
-        incoming, outgoing = _flows(timeline, details.arrows, flow_ids)
+        placed: dict[OpKey, tuple[dict[str, object], float, float]] = {}
         origin = min((span.start_s for span in timeline.spans), default=0.0)
         for tid, track in enumerate(tracks(timeline), start=1):
             at: dict[str, object] = {"pid": pid, "tid": tid}
@@ -94,14 +79,15 @@ def trace_events(runs: Sequence[Run]) -> dict[str, object]:
                 events.append({**at, "ph": "M", "name": f"thread_{what}", "args": {what: value}})
             for span in track.spans:
                 start = (span.start_s - origin) * 1e6
-                where = {**at, "ts": start}
-                row = {"name": visible(span.name), "cat": span.kind, "dur": span.seconds * 1e6}
-                events.append({**where, **row, "ph": "X", "args": details.of(span)})
-                place = (span.rank, span.op_index)
-                arrow = {"name": "order", "cat": "order"}
-                for flow in outgoing.get(place, ()):
-                    end = start + span.seconds * 1e6
-                    events.append({**at, **arrow, "ts": end, "ph": "s", "id": flow})
-                for flow in incoming.get(place, ()):
-                    events.append({**where, **arrow, "ph": "f", "bp": "e", "id": flow})
+                duration = span.seconds * 1e6
+                row = {"name": visible(span.name), "cat": span.kind, "ts": start, "dur": duration}
+                events.append({**at, **row, "ph": "X", "args": details.of(span)})
+                placed[span.rank, span.op_index] = at, start, start + duration
+        for arrow in details.arrows:
+            if arrow.source in placed and arrow.target in placed:
+                flow = {"name": "order", "cat": "order", "id": next(flow_ids)}
+                at, _, end = placed[arrow.source]
+                events.append({**at, **flow, "ts": end, "ph": "s"})
+                at, start, _ = placed[arrow.target]
+                events.append({**at, **flow, "ts": start, "ph": "f", "bp": "e"})
     return {"traceEvents": events, "displayTimeUnit": "ms"}

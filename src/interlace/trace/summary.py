@@ -1,12 +1,12 @@
 """Figures of a page: its head, and the tables of overlap and of sites.
 
-The head has the sums over all runs of the page (`totals`): forward and backward, say, on all ranks.
+A figure of several ranks is their mean; the head sums these over the runs, forward and backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 
 from interlace.cost.timeline import Figures, Timeline
 from interlace.ir import Program, Site
@@ -17,34 +17,21 @@ from interlace.trace.tracks import Run, ranks_of
 SITES = ("", "program", "site", "module", "kind", "strategy", "serial", "predicted", "gain")
 
 
-Totals = tuple[str, list[tuple[str, Figures]]]
-"""A source, and schedules' labels with their figures summed over all runs: makespans one after
-another, the rest over ranks as well."""
+def head_figures(runs: Sequence[Run]) -> list[tuple[str, list[Figures]]]:
+    """Each source that all runs have, with sums over the runs: of the schedules that they are
+    compared with, if all have one, and of their own. A comparison comes first."""
+    rows: list[tuple[str, list[Figures]]] = []
+    for source in SOURCES:
+        own = [run.timeline(source) for run in runs]
+        before = [run.before and run.before.timeline(source) for run in runs]
+        if own and all(own):
+            rows.append((source, [_total(each) for each in (before, own) if all(each)]))
+    return sorted(rows, key=lambda row: -len(row[1]))
 
 
-def total(timelines: Sequence[Timeline]) -> Figures:
-    """The sum of some timelines of one source."""
-    each = [astuple(timeline.figures()) for timeline in timelines]
+def _total(timelines: Sequence[Timeline | None]) -> Figures:
+    each = [astuple(timeline.figures()) for timeline in timelines if timeline is not None]
     return Figures(*map(sum, zip(*each, strict=True)))
-
-
-def totals(runs: Sequence[Run], source: str) -> list[tuple[str, Figures]]:
-    """Totals of the schedules compared with, if all runs have one, and of the runs; none if one
-    was not seen."""
-    own = [timeline for run in runs if (timeline := run.timeline(source))]
-    before = [it for run in runs if run.before and (it := run.before.timeline(source))]
-    if not runs or len(own) < len(runs):
-        return []
-    ours = runs[0].label if before else "", total(own)
-    if len(before) < len(runs) or runs[0].before is None:
-        return [ours]
-    return [(runs[0].before.label, total(before)), ours]
-
-
-def head_totals(runs: Sequence[Run]) -> list[Totals]:
-    """Totals of each source that all runs have, a comparison first: the page's head."""
-    known = [(source, found) for source in SOURCES if (found := totals(runs, source))]
-    return sorted(known, key=lambda item: -len(item[1]))
 
 
 def overlap_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
@@ -60,17 +47,6 @@ def overlap_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     return rows
 
 
-# -- sites --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class SiteRow:
-    """A site's row in the table, and where it stands in the page."""
-
-    place: PageSite
-    cells: tuple[str, ...]
-
-
 def site_headings(runs: Sequence[Run]) -> tuple[str, ...]:
     """The columns of the table of sites: with measured times where there are any."""
     source = _source(runs)
@@ -78,23 +54,22 @@ def site_headings(runs: Sequence[Run]) -> tuple[str, ...]:
     return (*SITES, *measured, f"exposed, {source}", "reason")
 
 
-def site_rows(runs: Sequence[Run]) -> list[SiteRow]:
-    """The sites of all runs; what they took is that of the slowest rank."""
+def site_rows(runs: Sequence[Run]) -> dict[PageSite, tuple[str, ...]]:
+    """Cells of the sites of all runs; what they took is that of the slowest rank."""
     source, first = _source(runs), first_numbers(runs)
-    rows: list[SiteRow] = []
+    rows: dict[PageSite, tuple[str, ...]] = {}
     for run in runs:
         took = _slowest(run, source)
         for place, program in enumerate(run.programs):
             for site in program.sites:
                 mine = took.get((place, site.id))
                 measured = "" if mine is None else milliseconds(mine.took_s)
-                cells = (
+                rows[first[id(run)] + place, site.id] = (
                     *_known(program, site),
                     *(measured,) * (source == "measured"),
                     "" if mine is None else milliseconds(mine.exposed_s),
                     site.reason,
                 )
-                rows.append(SiteRow((first[id(run)] + place, site.id), cells))
     return rows
 
 

@@ -92,6 +92,7 @@ function point(panel, event) {
   tip.style.top = `${below ? event.clientY + 18 : event.clientY - tip.offsetHeight - 10}px`;
 }
 
+const moduleOf = (row, span) => data.names[data.modules[row.program]?.[span[2]]] || data.sites[span[4]]?.module || "";
 const place = (row, span) => row.program >= 0 ? data.names[data.locs[row.program][span[2]]] ?? "" : "";
 
 function* all(panels = data.panels) {  // [panel, row, span] of every span in sight

@@ -22,9 +22,16 @@ function readInk() {
 }
 
 function shade(span) {
-  if (span[5] !== COMPUTE && span[5] !== COMM) return ink.quiet;  // a wait is no work of its site
-  if (span[4] >= 0) return ink.sites[group(span) % 10];
-  return span[5] === COMM ? ink["plain-comm"] : ink.plain;
+  if (span[5] === COMPUTE) return ink.plain;
+  if (span[5] !== COMM) return ink.quiet;  // a wait is no work of its site
+  return span[4] >= 0 ? ink.sites[group(span) % 10] : ink["plain-comm"];
+}
+
+function label(pen, row, span, room) {  // module and op, or as much of the module's path as there is room for
+  const op = data.names[span[3]].replace(/^aten\.|\.(default|out)$/g, ""), module = moduleOf(row, span);
+  const tails = module.split(".").map((_, i, parts) => parts.slice(i).join("."));
+  const texts = module ? [`${module} · ${op}`, ...tails] : [op];
+  return texts.find(text => pen.measureText(text).width <= room) ?? "";
 }
 
 function draw(panel) {
@@ -70,8 +77,9 @@ function axis(panel, pen, wide, high) {
 
 function head(panel, row, top, pen, wide) {  // a part's whole length, to compare by eye
   const { part } = row, end = x(panel, part.makespan), start = x(panel, 0);
-  const faster = part === panel.parts[0] ? "" : ` · ${part.gain.toFixed(2)}x as fast`;
-  const text = time(part.makespan) + faster, room = pen.measureText(text).width + 12;
+  const took = time(part.makespan), width = text => pen.measureText(text).width + 12;
+  const all = part === panel.parts[0] ? took : `${took} · ${part.gain.toFixed(2)}x as fast`;
+  const text = end + width(all) < wide || end > width(all) ? all : took, room = width(text);
   pen.fillStyle = ink.ink;
   pen.fillRect(start, top + 12, end - start, 2);
   pen.fillRect(end - 2, top + 7, 2, 12);
@@ -129,6 +137,10 @@ function spans(panel, row, top, pen, wide) {
     pen.globalAlpha = dim ? 0.18 : main ? 1 : 0.4;
     pen.fillStyle = shade(span);
     pen.fillRect(from, up, to - from, tall);
+    if (span[5] === COMPUTE && span[4] >= 0) {
+      pen.fillStyle = ink.sites[group(span) % 10];
+      pen.fillRect(from, up + tall - 5, to - from, 5);
+    }
     if (span[5] === COMM && to - from > 2) {
       pen.fillStyle = ink.stripes;
       pen.fillRect(from, up, to - from, tall);
@@ -140,7 +152,7 @@ function spans(panel, row, top, pen, wide) {
       pen.rect(from, up, to - from - 3, tall);
       pen.clip();
       pen.fillStyle = ink.on;
-      pen.fillText(data.names[span[3]].replace(/^aten\./, ""), from + 4, up + tall / 2 + 1);
+      pen.fillText(label(pen, row, span, to - from - 8), from + 4, up + tall / 2 - (span[5] === COMPUTE ? 1 : -1));
       pen.restore();
     }
     if (chosen) {

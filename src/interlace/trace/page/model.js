@@ -55,7 +55,7 @@ for (const panel of data.panels) {
   box.dataset.spans = panel.rows.reduce((sum, row) => sum + row.spans.length, 0);
   listen(panel);
 }
-if (!data.panels.length) hint.textContent = "no timeline was given";
+if (!data.panels.length) make("p", section, "no timeline was given");
 const detail = make("div", section);
 detail.id = "detail";
 detail.hidden = true;
