@@ -1,0 +1,249 @@
+"""Overrides and a pass pipeline for torchtitan 0.3.0: `pip install torchtitan==0.3.0`.
+
+    --override.imports interlace.integrations.torchtitan.feed_forward
+    --override.imports interlace.integrations.torchtitan.attention
+    --compile.pass_pipeline interlace    # of GraphTrainer; the module must be imported
+
+The overrides exchange configs of a model, once its sharding is set:
+
+    FeedForward   w1, w3 share one all-gather of the rows of x, which runs under their matmuls
+    GQAttention   so do wq, wk, wv, or wqkv
+                  w2 and wo are a `RowLinear`, whose sum is scattered under its matmul
+
+Parameters have the names, the layouts and the initial values of the stock modules, so checkpoints
+of either are those of the other.
+
+Note [Two backends]: with `spmd_types` activations and Parameters are plain local tensors, and the
+current mesh says which ranks hold the rest; with `partial_dtensor` they are DTensors on the mesh
+`tp` alone. Where TP is off, either gives no group, and a module runs as the stock one does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torchtitan.config import override
+from torchtitan.config.override import derive
+from torchtitan.distributed.parallel_dims import MeshAxisName
+from torchtitan.distributed.spmd_types import current_spmd_mesh
+from torchtitan.distributed.utils import get_spmd_backend
+from torchtitan.experiments.graph_trainer.registry import register_pass_pipeline
+from torchtitan.models.common.attention import FusedQKVLinear, GQAttention, QKVLinear
+from torchtitan.models.common.feed_forward import FeedForward
+from torchtitan.models.common.linear import Linear
+from torchtitan.protocols.module import Module
+from torchtitan.protocols.sharding import ShardingConfig
+
+from interlace.errors import UnsupportedError
+from interlace.nn.functional import all_gather_linear, linear_reduce_scatter
+
+TP = MeshAxisName.TP
+ROWS, FEATURES = 1, 2
+"""Dimensions of activations that ranks share: of the sequence, and of features or heads."""
+
+ConfigT = TypeVar("ConfigT", bound=Module.Config)
+
+
+# Modules
+
+
+class OverlapFeedForward(FeedForward):
+    """torchtitan's feed-forward, whose communication runs under its matmuls."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FeedForward.Config):
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = _columns(x, self.w1, self.w3)
+        if layers is None:
+            return super().forward(x)
+        gate, up = layers
+        return self.w2(F.silu(gate) * up)
+
+
+class OverlapQKVLinear(QKVLinear):
+    """torchtitan's three projections, which gather the rows of x once."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(QKVLinear.Config):
+        pass
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        layers = _columns(x, self.wq, self.wk, self.wv)
+        if layers is None:
+            return super().forward(x)
+        return self._heads(layers)
+
+    def _heads(self, projections: Sequence[Tensor]) -> Any:
+        return tuple(y.unflatten(FEATURES, (-1, self.head_dim)) for y in projections)
+
+
+class OverlapFusedQKVLinear(FusedQKVLinear):
+    """torchtitan's fused projection, which gathers the rows of x under its matmul."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FusedQKVLinear.Config):
+        pass
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        layers = _columns(x, self.wqkv)
+        if layers is None:
+            return super().forward(x)
+        parts = layers[0].unflatten(FEATURES, (-1, self.r_dim, self.head_dim))
+        q, k, v = parts.split([self.heads_per_kv, 1, 1], dim=-2)
+        return q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)
+
+
+class RowLinear(Linear):
+    """torchtitan's linear layer of a part of the features, which scatters the sum of its rows."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(self, input: Tensor) -> Tensor:
+        group = _group(self.weight)
+        if group is None:
+            return super().forward(input)
+        with spmd.no_typecheck():
+            weight = _local(self.weight)
+            y = linear_reduce_scatter(_local(input), weight, group=group, dim=ROWS)
+        return _global(y, input, self.weight, ROWS)
+
+
+# What they share
+
+
+def _columns(x: Tensor, *layers: Linear) -> list[Tensor] | None:
+    """Outputs of layers that hold a part of the features; None where TP is off."""
+    group = _group(layers[0].weight)
+    if group is None:
+        return None
+    weights = [_local(layer.weight) for layer in layers]
+    biases = [None if layer.bias is None else _local(layer.bias) for layer in layers]
+    with spmd.no_typecheck():
+        outputs = all_gather_linear(_local(x), weights, biases, group=group, dim=ROWS)
+    return [_global(y, x, layers[0].weight, FEATURES) for y in outputs]
+
+
+def _group(weight: Tensor) -> dist.ProcessGroup | DeviceMesh | None:
+    """The ranks that share a layer; None where TP is off. Note [Two backends]."""
+    if isinstance(weight, DTensor):
+        return weight.device_mesh
+    mesh = current_spmd_mesh()
+    if mesh is None or TP.value not in (mesh.mesh_dim_names or ()):
+        return None
+    group = mesh.get_group(TP.value)
+    return group if group.size() > 1 else None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _global(y: Tensor, x: Tensor, weight: Tensor, dim: int) -> Tensor:
+    """An output, of which each rank has its part of a dimension, as the backend has it."""
+    if isinstance(weight, DTensor):
+        return DTensor.from_local(y, weight.device_mesh, [Shard(dim)], run_check=False)
+    if spmd.is_type_checking():
+        spmd.assert_type(y, {**spmd.get_local_type(x), _group(weight): spmd.S(dim)})
+    return y
+
+
+# Overrides
+
+
+@override(target=FeedForward.Config, exact=True, description="Overlap TP in the feed-forward")
+def feed_forward(config: FeedForward.Config) -> FeedForward.Config:
+    """Replaces a feed-forward whose input is cut along the sequence."""
+    sharding = _left_rows(config, "x")
+    if sharding is None:
+        return config
+    _check_plain(w1=config.w1, w3=config.w3)
+    return derive(
+        config, OverlapFeedForward.Config, w2=_row_linear("w2", config.w2), sharding_config=sharding
+    )
+
+
+@override(target=GQAttention.Config, description="Overlap TP in attention")
+def attention(config: GQAttention.Config) -> GQAttention.Config:
+    """Replaces the projections of an attention whose input is cut along the sequence."""
+    sharding = _left_rows(config, "x_BLD")
+    if sharding is None:
+        return config
+    projections = config.qkv_linear
+    if type(projections) is FusedQKVLinear.Config:
+        _check_plain(wqkv=projections.wqkv)
+        overlapped = derive(projections, OverlapFusedQKVLinear.Config)
+    elif type(projections) is QKVLinear.Config:
+        _check_plain(wq=projections.wq, wkv=projections.wkv)
+        overlapped = derive(projections, OverlapQKVLinear.Config)
+    else:
+        raise UnsupportedError(
+            f"`qkv_linear` is a {_name(projections)}: QKVLinear and FusedQKVLinear are taken; take "
+            "interlace.integrations.torchtitan.attention out of --override.imports"
+        )
+    wo = _row_linear("wo", config.wo)
+    return dataclasses.replace(config, qkv_linear=overlapped, wo=wo, sharding_config=sharding)
+
+
+def _left_rows(config: Module.Config, argument: str) -> ShardingConfig | None:
+    """The sharding of a module that gathers its input itself; None: what it is given is whole, so
+    nothing is gathered that could overlap."""
+    backend = get_spmd_backend()
+    if backend == "full_dtensor":
+        raise UnsupportedError(
+            "--parallelism.spmd_backend is full_dtensor, whose tensors lie on meshes of several "
+            "dimensions: give spmd_types or partial_dtensor"
+        )
+    given = config.sharding_config
+    layouts = {} if given is None else given.in_src_shardings or {}
+    layout = None if argument not in layouts else layouts[argument].per_axis_spmd_types()[TP]
+    if layout == spmd.I:
+        raise UnsupportedError(
+            f"`{argument}` of a {_name(config)} is the same on all ranks: the overrides overlap "
+            "the collectives of sequence parallelism; give --parallelism.enable_sequence_parallel"
+        )
+    if given is None or layout != spmd.S(ROWS):
+        return None
+    return dataclasses.replace(given, in_dst_shardings=None)
+
+
+def _row_linear(name: str, config: Linear.Config) -> RowLinear.Config:
+    """A linear layer that scatters its rows itself, and so has its output as it is to be."""
+    _check_plain(**{name: config})
+    given = config.sharding_config
+    if config.bias or given is None:
+        raise UnsupportedError(
+            f"`{name}` has {'a bias' if config.bias else 'no sharding'}, which is not taken: leave "
+            "the override out of --override.imports"
+        )
+    sharding = dataclasses.replace(
+        given, out_src_shardings=given.out_dst_shardings, out_dst_shardings=None
+    )
+    return derive(config, RowLinear.Config, sharding_config=sharding)
+
+
+def _check_plain(**layers: Linear.Config) -> None:
+    """Refuses layers that multiply in a way of their own (FP8, adapters)."""
+    for name, config in layers.items():
+        if type(config) is not Linear.Config:
+            raise UnsupportedError(
+                f"`{name}` is a {_name(config)}, with a forward of its own: the overrides take "
+                "torchtitan's Linear; leave out either it or the override"
+            )
+
+
+def _name(config: Any) -> str:
+    return type(config).__qualname__.removesuffix(".Config")
