@@ -1,4 +1,1 @@
-"""Sockets of other packages that Interlace plugs into; each module needs the package of its name.
-
-torchtitan.py    torchtitan 0.3.0: overrides of its feed-forward and attention, a pass pipeline
-"""
+"""Sockets of other libraries: importing a module of this package registers Interlace there."""
