@@ -6,9 +6,9 @@ of torch 2.11 to 2.15: `streams::`, `_c10d_functional::` and `_dtensor::`.
     >>> COLLECTIVES["_c10d_functional::all_reduce_"].kind
     'all_reduce'
 
-Note [Traced calls]: `dist.all_gather_into_tensor(out, x)` is traced as an operator of `c10d::`,
-which the current stream waits for unless `async_op` is true. Then a Work would be waited for, which
-no graph shows: such a node is refused.
+Note [Traced calls]: `dist.all_gather_into_tensor(out, x)` is traced as an operator of `c10d::`.
+NCCL runs it on the current stream unless `async_op` is true; gloo's, and those with `async_op`, are
+done once their Work was waited for, which no graph shows.
 """
 
 from __future__ import annotations
