@@ -198,13 +198,11 @@ def every_call(x: torch.Tensor, later: bool) -> torch.Tensor:
 @pytest.mark.parametrize("later", [False, True])
 def test_calls_that_make_fx_traces(later: bool) -> None:
     with fake_world(4):
-        graph = make_fx(lambda x: every_call(x, later), "fake")(torch.ones(4, 4))
+        graph = make_fx(lambda x: every_call(x, later), tracing_mode="fake")(torch.ones(4, 4))
         names = {str(node.target) for node in graph.graph.nodes}
         assert {f"c10d.{name}.default" for name in TRACED} <= names
         if later:
-            with pytest.raises(
-                UnsupportedError, match=r"calls c10d::allreduce_ with async_op=True"
-            ):
+            with pytest.raises(UnsupportedError, match="allreduce_ with async_op=True"):
                 check_graph(graph)
         else:
-            assert str(check_graph(graph)).startswith("sound (1 ranks, 5 ops")
+            assert str(check_graph(graph)).startswith("sound (1 ranks, 12 ops")
