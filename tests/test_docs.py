@@ -87,7 +87,7 @@ NOT_RUN = {
     "docs/how-to/hosts.md": "runs on two hosts, in tests/e2e/test_launching.py",
     "docs/reference/ops.md": "shows one op each",
 }
-SLOW = {"docs/how-to/fsdp2.md", "docs/how-to/hugging-face.md", "docs/how-to/torchtitan.md"}
+SLOW = {"docs/how-to/fsdp2.md", "docs/how-to/hugging-face.md"}
 FOUR_RANKS = {"docs/how-to/fsdp2.md"}
 
 

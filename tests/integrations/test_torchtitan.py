@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch._dynamo.exc import Unsupported
 
 pytest.importorskip("torchtitan", reason="needs torchtitan: make test EXTRAS=integrations")
 from tests.external.graphs_support import fake_world
@@ -22,12 +23,14 @@ from torchtitan.experiments.graph_trainer.registry import PASS_PIPELINE_REGISTRY
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import ScaledBiasRowwiseLinear
+from torchtitan.protocols.module import Module
 
 import interlace
 from interlace.errors import OptionError, SoundnessError, UnsupportedError
 from interlace.integrations import torchtitan as integration
 
 pytestmark = [pytest.mark.torchtitan, pytest.mark.timeout(150)]
+PIPELINE = ("interlace.integrations.torchtitan.pipeline",)
 BACKENDS = ("spmd_types", "partial_dtensor")
 
 
@@ -161,11 +164,16 @@ def test_the_backend_finds_sites_that_the_stock_model_hides(pool: Pool) -> None:
 
 
 def refused_by_torchtitan() -> None:
+    config = titan.overridden(titan.config_of(layers=1))
+    model, dims = titan.build(config, "spmd_types", compiler="aot_eager")
+    with pytest.raises(Unsupported, match="all_gather_linear"):
+        titan.trained(model, dims, 1)
     with pytest.raises(ValueError, match="FlexAttention but compile backend 'interlace'"):
         titan.build(titan.config_of(sdpa=False, layers=1), "spmd_types", compiler="interlace")
 
 
-def test_torchtitan_refuses_the_backend_for_flex_attention(pool: Pool) -> None:
+def test_compilers_that_are_refused(pool: Pool) -> None:
+    """By TorchDynamo other backends with the overrides, by torchtitan ours for FlexAttention."""
     pool(2).run(refused_by_torchtitan)
 
 
@@ -266,6 +274,14 @@ def test_the_checking_pass_refuses_a_race() -> None:
         node.meta["val"] = torch.zeros(4)
     with pytest.raises(SoundnessError, match="neg_default reads all_reduce_default"):
         integration.interlace_check_pass(fx.GraphModule({}, graph), [torch.zeros(4)])
+
+
+def test_the_pipeline_is_registered_by_an_override_that_replaces_nothing() -> None:
+    config = titan.config_of()
+    kinds = [type(part) for _, part, _, _ in config.traverse(Module.Config)]
+    titan.overridden(config, PIPELINE)
+    assert kinds == [type(part) for _, part, _, _ in config.traverse(Module.Config)]
+    assert PASS_PIPELINE_REGISTRY["interlace"] is integration.interlace_passes
 
 
 @pytest.mark.skipif(

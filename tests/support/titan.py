@@ -42,6 +42,7 @@ def config_of(
     config: Any = registry(flavor, attn_backend="flex").model
     config.layers = config.layers[:layers]
     for layer in config.layers:
+        layer.feed_forward.w1.bias = kind == "llama3"
         if sdpa:  # FlexAttention has no backward on a CPU
             layer.attention.inner_attention = ScaledDotProductAttention.Config()
     if kind == "llama3":

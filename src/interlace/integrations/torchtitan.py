@@ -2,9 +2,9 @@
 
     --override.imports interlace.integrations.torchtitan.feed_forward
     --override.imports interlace.integrations.torchtitan.attention
-    --compile.pass_pipeline interlace    # of GraphTrainer; the module must be imported
+    --compile.pass_pipeline interlace --override.imports interlace.integrations.torchtitan.pipeline
 
-The overrides exchange configs of a model, once its sharding is set:
+The first two exchange configs of a model, once its sharding is set:
 
     FeedForward   w1, w3 share one all-gather of the rows of x, which runs under their matmuls
     GQAttention   so do wq, wk, wv, or wqkv
@@ -204,7 +204,7 @@ def feed_forward(config: FeedForward.Config, **options: Any) -> FeedForward.Conf
     )
 
 
-@override(target=GQAttention.Config, description="Overlap TP in attention")
+@override(target=GQAttention.Config, exact=True, description="Overlap TP in attention")
 def attention(config: GQAttention.Config, **options: Any) -> GQAttention.Config:
     """Replaces the projections of an attention whose input is cut along the sequence.
 
@@ -306,3 +306,13 @@ def interlace_passes(traced: Any, config: Any, *, parallel_dims: Any = None) -> 
 
     default = construct_default_graph_passes(traced, config, parallel_dims=parallel_dims)
     return [interlace_check_pass, *default]
+
+
+@override(target=Module.Config, fqns=[], description="Register the pass pipeline `interlace`")
+def pipeline(config: Module.Config) -> Module.Config:
+    """Replaces nothing: torchtitan imports this module for it, which registers the pipeline.
+
+    Example:
+        --override.imports interlace.integrations.torchtitan.pipeline
+    """
+    return config
