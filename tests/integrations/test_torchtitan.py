@@ -16,7 +16,7 @@ pytest.importorskip("torchtitan", reason="needs torchtitan: make test EXTRAS=int
 from tests.external.graphs_support import fake_world
 from tests.support import titan
 from tests.support.pool import Pool
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torchtitan.config.override import derive
 from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
 from torchtitan.experiments.graph_trainer.registry import PASS_PIPELINE_REGISTRY
@@ -130,7 +130,7 @@ def with_flex_attention() -> list[torch.Tensor]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 "torchtitan.models.common.decoder.create_attention_mask",
-                torch.nn.attention.flex_attention.create_block_mask,
+                create_block_mask,
             )
             given["attention_masks"] = masks(given["positions"], config.first_attention)
         with get_spmd_context(parallel_dims=dims)(), torch.no_grad():
@@ -295,7 +295,7 @@ def test_the_pipeline_is_the_default_one_after_a_check() -> None:
     from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig
     from torchtitan.experiments.graph_trainer.passes import construct_default_graph_passes
 
-    traced = Some(state_fqns=[], num_static_inputs=0, tensor_input_indices=[])
+    traced: Any = Some(state_fqns=[], num_static_inputs=0, tensor_input_indices=[])
     spec = Some(model=titan.config_of())
     settings = ParallelismConfig(tensor_parallel_degree=2)
     config = Some(model_spec=spec, compile=GraphTrainerCompileConfig(), parallelism=settings)

@@ -58,7 +58,7 @@ def overridden(config: Any, imports: Sequence[Any] = OVERRIDES) -> Any:
     return config
 
 
-def build(config: Any, backend: str, tp: int = 2, compiler: str | None = None) -> tuple[Any, Any]:
+def build(config: Any, backend: Any, tp: int = 2, compiler: str | None = None) -> tuple[Any, Any]:
     """The model with its sharding, and its meshes.
 
     With `spmd_types` without FSDP2, which knows it from torch 2.14 on.

@@ -169,7 +169,8 @@ def _global(y: Tensor, x: Tensor, weight: Tensor, dim: int) -> Tensor:
     if isinstance(weight, DTensor):
         return DTensor.from_local(y, weight.device_mesh, [Shard(dim)], run_check=False)
     if spmd.is_type_checking():
-        spmd.assert_type(y, {**spmd.get_local_type(x), _group(weight): spmd.S(dim)})
+        types: dict[Any, Any] = {**spmd.get_local_type(x), _group(weight): spmd.S(dim)}
+        spmd.assert_type(y, types)
     return y
 
 
