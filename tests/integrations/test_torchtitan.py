@@ -18,6 +18,7 @@ from tests.support import titan
 from tests.support.pool import Pool
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torchtitan.config.override import derive
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
 from torchtitan.experiments.graph_trainer.registry import PASS_PIPELINE_REGISTRY
 from torchtitan.models.common.attention import FlexAttention
@@ -60,6 +61,21 @@ def test_trains_as_the_stock_model(pool: Pool, kind: str, backend: str) -> None:
     given = kind, backend, titan.OVERRIDES, backend == "spmd_types"
     for wrong in pool(2).run(beside_stock, *given, timeout_s=140):
         assert not wrong
+
+
+def checkpointed() -> list[bool]:
+    """The same losses where what forward computed is computed again in backward."""
+    losses = []
+    for ac in (None, SelectiveAC.Config(), FullAC.Config()):
+        config = titan.overridden(titan.config_of())
+        found = titan.trained(*titan.build(config, "partial_dtensor", ac=ac), 5)
+        losses.append([found[f"loss {step}"].item() for step in range(3)])
+    assert losses[0][0] > losses[0][2] > 0
+    return [loss == losses[0] for loss in losses]
+
+
+def test_activation_checkpointing_changes_no_bit(pool: Pool) -> None:
+    assert all(pool(2).run(checkpointed)[0])
 
 
 def bits_of(imports: tuple[Any, ...]) -> list[float]:

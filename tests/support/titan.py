@@ -58,7 +58,9 @@ def overridden(config: Any, imports: Sequence[Any] = OVERRIDES) -> Any:
     return config
 
 
-def build(config: Any, backend: Any, tp: int = 2, compiler: str | None = None) -> tuple[Any, Any]:
+def build(
+    config: Any, backend: Any, tp: int = 2, compiler: str | None = None, ac: Any = None
+) -> tuple[Any, Any]:
     """The model with its sharding, and its meshes.
 
     With `spmd_types` without FSDP2, which knows it from torch 2.14 on.
@@ -82,7 +84,7 @@ def build(config: Any, backend: Any, tp: int = 2, compiler: str | None = None) -
     given = TrainingConfig(seq_len=SEQUENCE, mixed_precision_param="float32")
     settings_of = {"training": given, "parallelism": settings, "compile_config": compiling}
     llama3("debugmodel").parallelize_fn(
-        model, parallel_dims=dims, ac_config=None, dump_folder="", **settings_of
+        model, parallel_dims=dims, ac_config=ac, dump_folder="", **settings_of
     )
     model.to_empty(device="cpu")
     with torch.no_grad():
