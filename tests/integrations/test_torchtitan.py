@@ -78,19 +78,31 @@ def test_activation_checkpointing_changes_no_bit(pool: Pool) -> None:
     assert all(pool(2).run(checkpointed)[0])
 
 
-def bits_of(imports: tuple[Any, ...]) -> list[float]:
+def losses_of(options: dict[str, Any]) -> list[float]:
+    """Losses with options, which the layers of both kinds have been given."""
+    imports = [(name, options) for name in titan.OVERRIDES]
     model, dims = titan.build(titan.overridden(titan.config_of(), imports), "spmd_types")
-    found = titan.trained(model, dims, 3)
+    given: dict[str, list[Any]] = {"all_gather_linear": [], "linear_reduce_scatter": []}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, seen in given.items():
+            layer = getattr(integration, name)
+            patch.setattr(
+                integration,
+                name,
+                lambda *args, layer=layer, seen=seen, **how: (
+                    seen.append(how["options"]) or layer(*args, **how)
+                ),
+            )
+        found = titan.trained(model, dims, 3)
+    for seen in given.values():
+        assert seen == [options] * 12, "of three steps, two layers, attention and feed-forward"
     return [found[f"loss {step}"].item() for step in range(3)]
 
 
-def test_options_of_an_import_choose_how_it_overlaps(pool: Pool) -> None:
-    """The schedule that is asked for runs (a name that is none is refused), to the same bits."""
+def test_options_of_an_import_are_those_of_its_layers(pool: Pool) -> None:
     ways = [{"strategy": "ring"}, {"strategy": "pipeline"}, {"overlap": False}]
-    losses = [
-        pool(2).run(bits_of, tuple((name, way) for name in titan.OVERRIDES))[0] for way in ways
-    ]
-    assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-6)
+    ring, pipeline, serial = (pool(2).run(losses_of, way)[0] for way in ways)
+    assert ring == pipeline == pytest.approx(serial, rel=1e-6)
 
 
 def exchanged(backend: str) -> None:
@@ -182,7 +194,7 @@ def test_the_backend_finds_sites_that_the_stock_model_hides(pool: Pool) -> None:
 def refused_by_torchtitan() -> None:
     config = titan.overridden(titan.config_of(layers=1))
     model, dims = titan.build(config, "spmd_types", compiler="aot_eager")
-    with pytest.raises(Unsupported, match="all_gather_linear"):
+    with pytest.raises(Unsupported, match=r"(?s)all_gather_linear.*of backend='interlace'"):
         titan.trained(model, dims, 1)
     with pytest.raises(ValueError, match="FlexAttention but compile backend 'interlace'"):
         titan.build(titan.config_of(sdpa=False, layers=1), "spmd_types", compiler="interlace")
