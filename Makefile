@@ -6,6 +6,7 @@
 #   make demo TORCH_INDEX=<url>              the package index that torch alone comes from
 #   make demo VENV=/somewhere/else           where the environment lies
 #   make test EXTRAS=test-kernels            with Triton (700 MB), so that kernels are tested on a CPU
+#   make test EXTRAS=integrations            with torchtitan (16 MB)
 VENV ?= .venv
 PYTHON ?=
 TORCH_INDEX ?=

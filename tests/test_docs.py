@@ -90,7 +90,7 @@ NOT_RUN = {
     "docs/how-to/hosts.md": "runs on two hosts, in tests/e2e/test_launching.py",
     "docs/reference/ops.md": "shows one op each",
 }
-SLOW = {"docs/how-to/fsdp2.md", "docs/how-to/hugging-face.md", "docs/how-to/torchtitan.md"}
+SLOW = {"docs/how-to/fsdp2.md", "docs/how-to/hugging-face.md"}
 FOUR_RANKS = {"docs/how-to/fsdp2.md"}
 SHOWN = {"docs/tutorial/first-model.md": 0, "docs/how-to/find-races.md": 1}
 """Pages whose text blocks show what their code prints, and the first such block."""

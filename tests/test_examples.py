@@ -88,10 +88,10 @@ QUICK: dict[str, tuple[int, list[str]]] = {
 }
 SLOW: dict[str, tuple[int, list[str]]] = {
     "fsdp_tensor_parallel": (4, ["feed_forward.w2", SAME_LOSS]),
-    "torchtitan_style": (2, ["feed_forward.w2", "with backend=interlace"]),
     "decode": (2, ["matmul_all_reduce  layers.1.down", SAME_LOSS]),
     "hugging_face": (2, ["lm_head: colwise", "of the whole model", "generated"]),
 }
+TORCHTITAN = {"torchtitan_llama": (2, ["overlapped", "losses differ from stock torchtitan's by"])}
 """By script: ranks, and what rank 0 prints among other things."""
 
 
@@ -111,12 +111,20 @@ def run_script(script: str, port: int) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *QUICK,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+        *(pytest.param(name, marks=pytest.mark.torchtitan) for name in TORCHTITAN),
+    ],
+)
 @pytest.mark.timeout(150)
 def test_an_example_runs_and_agrees(pool: Pool, name: str) -> None:
-    if name == "hugging_face" and importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed")
-    ranks, told = (QUICK | SLOW)[name]
+    needed = {"hugging_face": "transformers", "torchtitan_llama": "torchtitan"}.get(name)
+    if needed and importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed")
+    ranks, told = (QUICK | SLOW | TORCHTITAN)[name]
     script = str(EXAMPLES / f"{name}.py")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     printed = pool(ranks).run(run_script, script, store.port, timeout_s=140.0, replace=True)[0]

@@ -11,10 +11,13 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed.fsdp  # registers its operators
 from tests.external.graphs_support import AOT, C10D, Maker, fake_world, traced
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from interlace import check_graph
-from interlace.errors import SoundnessError
+from interlace.errors import SoundnessError, UnsupportedError
 from interlace_check.graphs.checking import Order
+
+TRACED = ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_", "allreduce_")
 
 
 def every_form(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -180,3 +183,26 @@ def test_the_report_is_data(collectives: fx.GraphModule) -> None:
     with pytest.raises(SoundnessError, match="unsound: 1 fault"):
         report.raise_if_unsound()
     check_graph(collectives).raise_if_unsound()
+
+
+def every_call(x: torch.Tensor, later: bool) -> torch.Tensor:
+    """torch.distributed's functions, which make_fx traces as operators of `c10d::`."""
+    full, part, swapped = torch.empty(16, 4), torch.empty(4, 4), torch.empty(4, 4)
+    dist.all_gather_into_tensor(full, x)
+    dist.reduce_scatter_tensor(part, full)
+    dist.all_to_all_single(swapped, part)
+    dist.all_reduce(swapped, async_op=later)
+    return swapped + 1
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_calls_that_make_fx_traces(later: bool) -> None:
+    with fake_world(4):
+        graph = make_fx(lambda x: every_call(x, later), tracing_mode="fake")(torch.ones(4, 4))
+        names = {str(node.target) for node in graph.graph.nodes}
+        assert {f"c10d.{name}.default" for name in TRACED} <= names
+        if later:
+            with pytest.raises(UnsupportedError, match="allreduce_ with async_op=True"):
+                check_graph(graph)
+        else:
+            assert str(check_graph(graph)).startswith("sound (1 ranks, 12 ops")

@@ -31,7 +31,7 @@ def test_a_cpu_build_of_torch_is_enough() -> None:
 def test_extras_are_for_users_and_groups_for_developers() -> None:
     assert PROJECT["optional-dependencies"].keys() == {"bench"}
     assert "matplotlib" in names(PROJECT["optional-dependencies"]["bench"])
-    assert SETTINGS["dependency-groups"].keys() == {"dev", "docs", "test-kernels"}
+    assert SETTINGS["dependency-groups"].keys() == {"dev", "docs", "integrations", "test-kernels"}
 
 
 def test_the_changelog_tells_of_this_version() -> None:

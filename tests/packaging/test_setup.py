@@ -148,6 +148,13 @@ def test_extras_are_remembered(clone: Clone) -> None:
     assert install.endswith("--group dev --group docs --group test-kernels --editable .")
 
 
+def test_torchtitan_comes_without_what_it_requires(clone: Clone) -> None:
+    clone.make(EXTRAS="test-kernels,integrations")
+    first, second = clone.installs()
+    assert first.endswith("--group dev --group docs --group test-kernels --editable .")
+    assert second.endswith("-c constraints.txt --no-deps --group integrations")
+
+
 def test_a_pip_without_dependency_groups_is_renewed(clone: Clone) -> None:
     clone.make(OLD_PIP="1")
     pip, rest = clone.installs()

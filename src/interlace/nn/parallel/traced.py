@@ -32,9 +32,12 @@ Team = tuple[str, int]
 """A process group's name and size."""
 
 
+REASON = "it overlaps in eager mode, or in graphs of backend='interlace': leave fullgraph out"
+
+
 def graph_or_eager(function: Callable[P, T]) -> Callable[P, T]:
     """The function, which breaks the graph of every backend but ours."""
-    disabled: Any = torch.compiler.disable(function)
+    disabled: Any = torch.compiler.disable(function, reason=REASON)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -12,9 +12,11 @@ import dataclasses
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch import fx
 
-from interlace.errors import ProgramError
+from interlace.errors import ProgramError, UnsupportedError
 from interlace.torch_private import OpOverload
 from interlace_check.graphs.reading import targets
 from interlace_check.graphs.reading.tensors import Storage, TensorRef
@@ -52,10 +54,15 @@ class BegunCommunication:
         row = targets.COLLECTIVES[name]
         source = tensors_in(bound[row.source])
         filled = source if row.in_place else tensors_in(bound[row.out]) if row.out else []
-        group = group_of(call.node, bound["group_name"])
+        if bound.get("async_op"):  # Note [Traced calls] in targets.py
+            raise UnsupportedError(
+                f"node {call.node.name!r} calls {name} with async_op=True, and its wait is not in "
+                f"the graph; fix: give async_op=False, or use functional collectives"
+            )
+        group = group_of(call.node, bound.get("group_name", bound.get("process_group")))
         issue = Issue(self._queue(call.stream), row.kind, group)
         value = self._begin(call, issue, source, filled, op, bound)
-        if row.waits:
+        if row.waits and not returns_early(bound.get("process_group")):
             call = dataclasses.replace(call, after=value.after)
             return self._finish(call, {"tensor": value.data}, "tensor")
         return value
@@ -79,6 +86,8 @@ class BegunCommunication:
             shared = aliases(op, bound)
             given = shared[0] if shared and shared[0] else filled
             data = list(given) if "List" in kind else given[0]
+            if len(op._schema.returns) > 1:  # and a Work
+                data = data, None
         for tensor in filled:
             tensor.storage.written = True
         after = call.after
@@ -141,10 +150,19 @@ class BegunCommunication:
                     storage.last_use = NEVER
 
 
+def returns_early(group: Any) -> bool:
+    """Returns True for gloo's process group: Note [Traced calls] in targets.py."""
+    if not isinstance(group, torch.ScriptObject):
+        return False
+    return dist.get_backend(dist.ProcessGroup.unbox(group)) == "gloo"
+
+
 def group_of(node: fx.Node, group: Any) -> str:
     """The name of a process group, however a graph spells it."""
     if isinstance(group, str):
         return group
+    if isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
     name = getattr(group, "group_name", None)
     if isinstance(name, str):
         return name

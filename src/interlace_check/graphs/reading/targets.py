@@ -5,6 +5,10 @@ of torch 2.11 to 2.15: `streams::`, `_c10d_functional::` and `_dtensor::`.
 
     >>> COLLECTIVES["_c10d_functional::all_reduce_"].kind
     'all_reduce'
+
+Note [Traced calls]: `dist.all_gather_into_tensor(out, x)` is traced as an operator of `c10d::`.
+NCCL runs it on the current stream unless `async_op` is true; gloo's, and those with `async_op`, are
+done once their Work was waited for, which no graph shows.
 """
 
 from __future__ import annotations
@@ -52,6 +56,12 @@ def _rows() -> dict[str, CollectiveRow]:
         named[f"_c10d_functional_autograd::{name}"] = rows[name]
     # It waits for its own result before it returns.
     named["_dtensor::shard_dim_alltoall"] = CollectiveRow("all_to_all", waits=True)
+    # What torch.distributed's functions become where make_fx traces them (Note [Traced calls]).
+    for name, kind in {"allgather": "all_gather", "reduce_scatter": "reduce_scatter"}.items():
+        row = CollectiveRow(kind, "input_tensor", "output_tensor", waits=True)
+        named[f"c10d::_{name}_base_"] = row
+    named["c10d::allreduce_"] = CollectiveRow("all_reduce", "tensors", in_place=True, waits=True)
+    named["c10d::alltoall_base_"] = CollectiveRow("all_to_all", out="output", waits=True)
     return named
 
 

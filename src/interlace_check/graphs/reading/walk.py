@@ -152,7 +152,7 @@ class Walker:
         value = held if origin == "constant" else example(node)
         facts = facts_of(value)
         if facts is None and not isinstance(value, torch.Tensor) and value is not None:
-            return NodeValue(None)  # a size, a script object, ...
+            return NodeValue(held)  # a size, a process group, ...
         if origin == "constant" and value is None:
             return NodeValue(None)
         storage = self.storage(node.name, made_bytes(facts), origin, MAIN)
