@@ -36,12 +36,17 @@ what is no news then."""
 def check_pipelining(schedule: object) -> PipeliningReport:
     """Checks a pipeline schedule under three models of communication.
 
-    `schedule` is a CSV file as torch's `_dump_csv` writes it (a path, or `-` for standard input), a
-    live schedule object, or the actions of each rank (a mapping or a list of rows; torch's actions
-    or their text). Of an object, all ranks' actions are checked, not its own alone.
+    Args:
+        schedule: a CSV file as torch's `_dump_csv` writes it (a path, or `-` for standard input), a
+            live schedule object, of which all ranks' actions are checked, or the actions of each
+            rank (a mapping or a list of rows; torch's actions or their text).
 
-    Raises ParseError for a file that is malformed, and UnsupportedError for an object that has no
-    known order, and for a schedule of several ranks without messages.
+    Returns:
+        A report; its `verdicts` are by model.
+
+    Raises:
+        ParseError: a file is malformed.
+        UnsupportedError: an object has no known order, or a schedule of several ranks no messages.
     """
     began = time.perf_counter()
     is_file = isinstance(schedule, str | os.PathLike)

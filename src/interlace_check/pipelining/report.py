@@ -68,8 +68,11 @@ class PipeliningReport(Report):
     """Report of a check of a pipeline schedule; its ops are actions."""
 
     findings: tuple[PipeliningFinding, ...]
+    """What can go wrong."""
     num_stages: int = 0
+    """Stages of the pipeline, over all ranks."""
     num_microbatches: int = 0
+    """Microbatches of a step."""
 
     @property
     def verdicts(self) -> dict[str, bool]:

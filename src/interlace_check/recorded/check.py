@@ -24,8 +24,15 @@ from interlace_check.recorded.report import RecordedReport, in_order
 def check_recorded(folder: str | os.PathLike[str]) -> RecordedReport:
     """Says why a run hung: which rank waits in which op, what for, and who is missing.
 
-    The folder holds what torch's flight recorder wrote on each rank, as JSON, in files named after
-    the rank (`trace_rank_3.json`). Raises RecordingError for what cannot be read, pickles among it.
+    Args:
+        folder: what torch's flight recorder wrote on each rank, as JSON, in files named after the
+            rank (`trace_rank_3.json`).
+
+    Returns:
+        A report as `interlace.check` gives, whose ops are the collectives of the ranks.
+
+    Raises:
+        RecordingError: a file cannot be read; a pickle is not.
     """
     began = time.perf_counter()
     dumps, left_out = read_folder(Path(folder))
@@ -66,11 +73,6 @@ def explain_hang(folder: str | os.PathLike[str]) -> str:
     Returns:
         The report of `check_recorded`, or why there is none: it raises no InterlaceError, which
         would hide the hang behind another failure.
-
-    Examples:
-        >>> print(explain_hang("dumps"))
-        1 fault (4 ranks, 812 records, 21 ms)
-        ...
     """
     try:
         return str(check_recorded(folder))

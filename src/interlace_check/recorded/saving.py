@@ -23,10 +23,18 @@ NUM_FRAMES = 64
 
 
 def save_recording(folder: str | os.PathLike[str]) -> Path:
-    """Writes what this rank has recorded so far into `folder`, as `trace_rank_3.json`.
+    """Writes what this rank has recorded so far into a folder, as `trace_rank_3.json`.
 
-    It waits for no other rank, so any thread of a rank that hangs may call it. Raises
-    InterlaceError without a process group, and where the file cannot be written.
+    It waits for no other rank, so any thread of a rank that hangs may call it.
+
+    Args:
+        folder: the folder, which is made where need be.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        InterlaceError: there is no process group, or the file cannot be written.
     """
     import torch.distributed as dist
 
