@@ -71,6 +71,16 @@ def styles_of_words(
     return styles
 
 
+def overlapped_words(how: How, recipe: Recipe | None) -> dict[str, OverlapRowwise]:
+    """The words whose communication overlaps, with their styles: those of row-parallel layers."""
+    styles = _kinds(how, recipe).items()
+    return {
+        word: style
+        for word, style in styles
+        if isinstance(style, OverlapRowwise) and word.startswith("rowwise")
+    }
+
+
 def _kinds(how: How, recipe: Recipe | None) -> dict[str, ParallelStyle]:
     """The styles of a plan's words."""
     whole = Replicate()

@@ -1,0 +1,1 @@
+"""Sockets of other libraries: importing a module of this package registers Interlace there."""
