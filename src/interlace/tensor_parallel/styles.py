@@ -263,10 +263,11 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 def check_layer(module: nn.Module, name: str = "") -> None:
     """Refuses what is no layer that a style takes."""
-    if isinstance(module, nn.Linear | nn.Embedding) and "weight" in module._parameters:
+    is_layer = isinstance(module, nn.Linear | nn.Embedding) and "weight" in module._parameters
+    if is_layer and not any("." in key for key, _ in module.named_parameters()):
         return
     kind, start = type(module), f"{name}: " if name else ""
-    fix = "nn.Linear and nn.Embedding are taken, whose weight is a Parameter"
+    fix = "nn.Linear and nn.Embedding are taken, whose weight is a Parameter, with none below them"
     if hasattr(module, "base_layer"):
         fix += (
             "; name the layers inside it in the plan: `base_layer` as it is here, and an adapter's "
