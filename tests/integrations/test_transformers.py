@@ -5,18 +5,24 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
+import logging
+import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.support.hugging_face import FAMILIES, MORE_FAMILIES, PLANS, VOCABULARY, model_of
 from tests.support.pool import Pool
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from interlace.tensor_parallel import parallelize
+from interlace.errors import InputError, UnsupportedError
+from interlace.float8 import Recipe
+from interlace.tensor_parallel import parallelize, styles
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("transformers", "accelerate")),
@@ -25,18 +31,22 @@ pytestmark = pytest.mark.skipif(
 GENERATED = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
 
 
-def loaded(folder: str, whole: Any, **given: Any) -> Any:
-    """A model that the first rank saves and all of them load."""
+def loaded(folder: str, whole: Any, plan: dict[str, str] | str = "auto") -> Any:
+    """A model that the first rank saves, and all ranks load in parts."""
     importlib.import_module("interlace.integrations.transformers")
     if dist.get_rank() == 0:
         whole.save_pretrained(folder)
     dist.barrier()
-    return type(whole).from_pretrained(folder, **{"tp_plan": "auto", **given}).train()
+    ranks = dist.get_world_size()
+    return type(whole).from_pretrained(folder, tp_plan=plan, tp_size=ranks).train()
 
 
-def step(model: Any, tokens: torch.Tensor) -> dict[str, Any]:
-    """The loss and the gradients of a step."""
-    loss = model(input_ids=tokens, labels=tokens).loss
+def step(model: Any, tokens: torch.Tensor, sums: int = 0) -> dict[str, Any]:
+    """The loss and the gradients of a step, in which so many layers overlap their sums."""
+    original = styles.linear_all_reduce
+    with mock.patch.object(styles, "linear_all_reduce", wraps=original) as overlapped:
+        loss = model(input_ids=tokens, labels=tokens).loss
+    assert overlapped.call_count == sums, f"{overlapped.call_count} layers overlap, not {sums}"
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
     return {"loss": loss, **grads}
@@ -62,15 +72,22 @@ def like_whole(kind: str, folder: str, seed: int) -> list[str]:
     for param in whole.parameters():  # some begin as zeros
         param.data.add_(torch.randn_like(param), alpha=0.1)
     tokens = torch.randint(VOCABULARY, (2, 7))
+    plan = whole.tp_plan
+    sums = sum(
+        isinstance(module, nn.Linear)
+        and plan.get(re.sub(r"\.\d+\b", ".*", name), "").startswith("rowwise")
+        for name, module in whole.named_modules()
+    )
     given, added = copy.deepcopy(whole), PLANS.get(kind, {})
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    parallelize(given, mesh, given.tp_plan | added)
-    models = {"loaded": loaded(folder, whole, tp_plan=added or "auto"), "parallelized": given}
+    parallelize(given, mesh, plan | added)
+    models = {"loaded": loaded(folder, whole, added or "auto"), "parallelized": given}
     expected = step(whole, tokens)
     text = whole.generate(tokens, **GENERATED)
     wrong: list[str] = []
     for way, model in models.items():
-        wrong += [f"{way}: {each}" for each in differing(step(model, tokens), expected)]
+        found = step(model, tokens, sums)
+        wrong += [f"{way}: {each}" for each in differing(found, expected)]
         if not torch.equal(model.generate(tokens, **GENERATED), text):
             wrong.append(f"{way}: generate")
     return wrong
@@ -84,3 +101,53 @@ def test_a_family_trains_and_generates_as_the_whole_model(
 ) -> None:
     for wrong in pool(2).run(like_whole, kind, str(tmp_path), seed, timeout_s=100):
         assert not wrong
+
+
+def each_word() -> dict[str, list[str]]:
+    """The words of the installed release that a plan for a layer of Llama may have or not."""
+    plans: Any = importlib.import_module("transformers.distributed.tensor_parallel")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    name, told = "model.layers.0.mlp.down_proj", {"taken": [], "refused": []}
+    for word in plans.ALL_PARALLEL_STYLES:
+        model = model_of("Llama")
+        try:
+            assert parallelize(model, mesh, {name: word}).applied == {name: word}
+        except (InputError, UnsupportedError) as error:
+            assert name in str(error), error
+            assert not any(isinstance(p, DTensor) for p in model.parameters())
+            told["refused"].append(word)
+        else:
+            told["taken"].append(word)
+    return told
+
+
+def test_every_word_of_the_release_is_taken_or_refused(pool: Pool) -> None:
+    told, _ = pool(2).run(each_word)
+    assert {"colwise", "rowwise", "colwise_gather_output", "rowwise_split_input"} <= {*told["taken"]}
+    assert {"packed_colwise", "sequence_parallel"} <= {*told["refused"]}
+
+
+def sizes() -> list[str]:
+    """Messages of layers that do not overlap, and of sizes that FP8 does not take."""
+    socket: Any = importlib.import_module("interlace.integrations.transformers")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plans = socket.ALL_PARALLEL_STYLES
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    socket.log.addHandler(handler)
+    try:
+        assert socket.register(recipe=Recipe()) == ("rowwise", "rowwise_split_input", "rowwise_rep")
+        plans["rowwise"].validate_param(nn.Linear(21, 8), "weight", mesh, "a.down")
+        plans["rowwise"].validate_param(nn.Linear(32, 16), "weight", mesh, "b.down")
+        with pytest.raises(InputError, match=r"c\.down\.weight: `recipe` is given for a layer of 20"):
+            plans["rowwise"].validate_param(nn.Linear(20, 8), "weight", mesh, "c.down.weight")
+    finally:
+        socket.log.removeHandler(handler)
+        socket.register()
+    return told
+
+
+def test_layers_that_do_not_overlap_are_named(pool: Pool) -> None:
+    for told in pool(2).run(sizes):
+        assert told == ["a.down does not overlap: 2 ranks have unequal parts of its 21 features"]

@@ -14,42 +14,33 @@ LATENT = {
     "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 6,
 }  # fmt: skip
 """Sizes of latent attention."""
-SPARSE = {
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
-    "n_group": 1, "topk_group": 1,
-}  # fmt: skip
-"""Sizes of routed experts."""
 OWN: dict[str, dict[str, Any]] = {
     "Qwen2": {"tie_word_embeddings": True},
-    "Mixtral": {"num_local_experts": 4},
+    "Mixtral": {"intermediate_size": 32},  # grouped_mm takes rows of 16 bytes
+    "Phi": {"hidden_size": 32, "head_dim": 8},
+    "SeedOss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "DeepseekV2": {  # "mla_kv_a_proj"
-        **LATENT, **SPARSE, "n_shared_experts": 1, "first_k_dense_replace": 1,
-        "topk_method": "greedy",
+        **LATENT, "n_shared_experts": 1, "first_k_dense_replace": 1, "topk_method": "greedy",
     },
-    "DeepseekV3": {**LATENT, **SPARSE, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "DeepseekV3": {**LATENT, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "LongcatFlash": {  # "moe_identity_expert"
-        **LATENT, **SPARSE, "num_layers": 1, "ffn_hidden_size": 20, "expert_ffn_hidden_size": 8,
+        **LATENT, "num_layers": 1, "ffn_hidden_size": 20, "expert_ffn_hidden_size": 8,
         "moe_topk": 2, "zero_expert_num": 2,
     },
     "Inkling": {  # "all_reduce"
-        **SPARSE, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 6,
+        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 6,
         "d_rel": 4, "rel_extent": 8, "mlp_layer_types": ["dense", "sparse"],
         "layer_types": ["hybrid_sliding", "hybrid"], "n_shared_experts": 2,
-        "logits_mup_width_multiplier": 1.0,
     },
     "GraniteSWA": {"sliding_window": 4},  # "local_params"
-    "Beam": {**SPARSE, "num_experts": 4, "mlp_layer_types": ["dense", "sparse"]},
-    "Phi": {"hidden_size": 32, "head_dim": 8},
-    "SeedOss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "Beam": {"mlp_layer_types": ["dense", "sparse"]},
     "Llama4": {  # experts [in, out]: "packed_rowwise"
-        "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 20,
-        "interleave_moe_layer_step": 2, "attention_chunk_size": 8,
+        "num_experts_per_tok": 1, "intermediate_size_mlp": 20, "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 8,
     },
     "Qwen3Next": {  # a mixer reads its convolution's weight itself
         "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
         "linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 4,
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
-        "shared_expert_intermediate_size": 8,
     },
 }  # fmt: skip
 """What kinds have beside the sizes of all."""
@@ -80,6 +71,14 @@ def model_of(kind: str, experts: str = "eager", **changes: Any) -> Any:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 6,
+        "num_experts": 4,
+        "n_routed_experts": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+        "n_group": 1,
+        "topk_group": 1,
         "tie_word_embeddings": False,
         "bos_token_id": None,
         "pad_token_id": None,
