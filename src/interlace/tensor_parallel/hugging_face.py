@@ -194,7 +194,7 @@ class Local(Checked):
         held = [(module, self.sees_heads)] if self.held is None else [*self.held]
         vars(module)["_interlace_held"] = held  # where copies of the module find copies of these
 
-        @functools.wraps(given)
+        @functools.wraps(original)  # whose first parameter a bound method drops
         def forward(self_: Any, *args: Any, **kwargs: Any) -> Any:
             if self.is_partial:
                 args = tuple(map(summed, args))
