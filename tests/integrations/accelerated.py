@@ -26,8 +26,22 @@ from interlace.tensor_parallel import parallelize
 STEPS = 3
 
 
-def accelerated(model: Any, rows: list[Any], backend: str | None) -> tuple[list[float], Any]:
-    """The losses of steps with Accelerate, and the model that it prepared."""
+def plain(model: Any, rows: list[Any]) -> list[float]:
+    """The losses of steps of SGD."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses: list[float] = []
+    for batch in DataLoader(rows, batch_size=2):
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def accelerated(model: Any, rows: list[Any], _: str, backend: str | None) -> list[float]:
+    """The losses of the same steps with Accelerate."""
     accelerator = Accelerator(cpu=True, dynamo_backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=2))
@@ -39,17 +53,18 @@ def accelerated(model: Any, rows: list[Any], backend: str | None) -> tuple[list[
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, model
+    return losses
 
 
-def trained(model: Any, rows: list[Any], folder: str, backend: str | None) -> tuple[list[float], Any]:
-    """The losses of steps with the Trainer, and the model that it called."""
+def trained(model: Any, rows: list[Any], folder: str, backend: str | None) -> list[float]:
+    """The losses of the same steps with the Trainer."""
     options = TrainingArguments(
         folder,
         use_cpu=True,
         max_steps=STEPS,
         per_device_train_batch_size=2,
         learning_rate=0.1,
+        lr_scheduler_type="constant",
         optim="sgd",
         logging_steps=1,
         save_strategy="no",
@@ -59,8 +74,7 @@ def trained(model: Any, rows: list[Any], folder: str, backend: str | None) -> tu
     )
     trainer = Trainer(model=model, args=options, train_dataset=rows)
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, trainer.model_wrapped
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def main(rank: int, folder: str, name: str) -> None:
@@ -68,22 +82,20 @@ def main(rank: int, folder: str, name: str) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     backend = None if name == "none" else name
     torch.manual_seed(0)
-    whole = model_of("Llama")
-    tokens = torch.randint(VOCABULARY, (2 * STEPS, 7))
-    rows = [{"input_ids": row, "labels": row} for row in tokens]
-    for train in (accelerated, lambda *given: trained(given[0], given[1], folder, given[2])):
-        expected, _ = train(copy.deepcopy(whole), rows, None)
+    whole = model_of("Llama", num_hidden_layers=1)
+    tokens = torch.randint(VOCABULARY, (7,))
+    rows = [{"input_ids": tokens, "labels": tokens}] * (2 * STEPS)
+    expected = plain(copy.deepcopy(whole), rows)
+    for train in (accelerated, trained):
         model = copy.deepcopy(whole)
         parallelize(model, mesh)
         if backend is None:
             model.compile(backend="interlace")
-        losses, called = train(model, rows, backend)
+        losses = train(model, rows, folder, backend)
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
-        assert len(losses) == STEPS
-        told = str(interlace.explain(called))
-        sums = told.count("matmul_all_reduce  model.layers")
-        assert sums >= 4, told  # of row-parallel layers, and in backward of column-parallel ones
-        print("losses", losses, "overlapped", sums, flush=True)
+        sums = str(interlace.explain(model)).count("matmul_all_reduce  model.layers")
+        assert sums >= 2, "no graph was compiled"
+        print(f"{train.__name__}: {len(losses)} steps, {sums} sums overlap", flush=True)
     interlace.release()
     dist.destroy_process_group()
 
