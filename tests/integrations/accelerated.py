@@ -9,12 +9,12 @@ what its `dynamo_backend` gets, or "none", where the model is compiled before it
 from __future__ import annotations
 
 import copy
+import importlib
 import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from tests.support.hugging_face import VOCABULARY, model_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
@@ -23,10 +23,11 @@ from transformers import Trainer, TrainingArguments
 import interlace
 from interlace.tensor_parallel import parallelize
 
+accelerate: Any = importlib.import_module("accelerate")
 STEPS = 3
 
 
-def plain(model: Any, rows: list[Any]) -> list[float]:
+def plain(model: Any, rows: Any) -> list[float]:
     """The losses of steps of SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses: list[float] = []
@@ -40,9 +41,9 @@ def plain(model: Any, rows: list[Any]) -> list[float]:
     return losses
 
 
-def accelerated(model: Any, rows: list[Any], _: str, backend: str | None) -> list[float]:
+def accelerated(model: Any, rows: Any, _: str, backend: str | None) -> list[float]:
     """The losses of the same steps with Accelerate."""
-    accelerator = Accelerator(cpu=True, dynamo_backend=backend)
+    accelerator = accelerate.Accelerator(cpu=True, dynamo_backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=2))
     losses: list[float] = []
@@ -56,7 +57,7 @@ def accelerated(model: Any, rows: list[Any], _: str, backend: str | None) -> lis
     return losses
 
 
-def trained(model: Any, rows: list[Any], folder: str, backend: str | None) -> list[float]:
+def trained(model: Any, rows: Any, folder: str, backend: str | None) -> list[float]:
     """The losses of the same steps with the Trainer."""
     options = TrainingArguments(
         folder,
@@ -84,7 +85,7 @@ def main(rank: int, folder: str, name: str) -> None:
     torch.manual_seed(0)
     whole = model_of("Llama", num_hidden_layers=1)
     tokens = torch.randint(VOCABULARY, (7,))
-    rows = [{"input_ids": tokens, "labels": tokens}] * (2 * STEPS)
+    rows: Any = [{"input_ids": tokens, "labels": tokens}] * (2 * STEPS)
     expected = plain(copy.deepcopy(whole), rows)
     for train in (accelerated, trained):
         model = copy.deepcopy(whole)

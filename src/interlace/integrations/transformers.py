@@ -53,9 +53,10 @@ def register(*, options: Given = None, recipe: Recipe | None = None) -> tuple[st
         register(options={"strategy": "serial"})
         ```
     """
+    plans: Any = ALL_PARALLEL_STYLES
     styles = overlapped_words({"options": options}, recipe)
     for word, style in styles.items():
-        ALL_PARALLEL_STYLES.register(word, _Rowwise(style))
+        plans.register(word, _Rowwise(style))
     return (*styles,)
 
 

@@ -65,9 +65,7 @@ def styles_of_words(
         elif word in kinds and name in modules:
             _check_sizes(modules[name], name, word, mesh)
             styles[name] = kinds[word]
-        elif word not in LEFT_WHOLE and not (
-            name in params and words.get(owner) in OF_OWNERS
-        ):
+        elif word not in LEFT_WHOLE and not (name in params and words.get(owner) in OF_OWNERS):
             raise UnsupportedError(
                 f"{name} is {word!r} in the plan, which is not taken for a "
                 f"{type(modules.get(name, params.get(name))).__name__}: give a `plan` without it; "
@@ -226,7 +224,7 @@ def _of_parameters(
     Llama 4's are [experts, in, out].
     """
     summed = words[name] in SUMMED
-    allowed: dict[str | None, Placement] = {"colwise": Shard(0)}
+    allowed: dict[str | None, Shard | StridedShard] = {"colwise": Shard(0)}
     if summed:
         allowed = {
             "packed_colwise": StridedShard(1, split_factor=2),
@@ -243,7 +241,7 @@ def _of_parameters(
                 f"{words[name]!r} for {name}: Parameters are taken there that have {dims} "
                 f"dimensions and are {', '.join(map(str, allowed))}"
             )
-        placements[key] = placement = allowed[word]
+        placement = placements[key] = allowed[word]
         parts = mesh.size() * (2 if isinstance(placement, StridedShard) else 1)
         if param.shape[placement.dim] % parts:
             raise InputError(

@@ -134,7 +134,7 @@ class _Overlap(Checked):
         check_parameters(module, self.placements(module), mesh, planned)
 
     def check_sizes(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Refuses widths of a layer that the mesh cannot share, or that FP8's GEMM does not take."""
+        """Refuses widths that the mesh cannot share, or that FP8's GEMM does not take."""
         weight, ranks = module.get_parameter("weight"), mesh.size()
         cut = self.placements(module)["weight"]
         assert isinstance(cut, Shard)
