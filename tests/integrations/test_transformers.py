@@ -103,6 +103,29 @@ def test_a_family_trains_and_generates_as_the_whole_model(
         assert not wrong
 
 
+def summed(seed: int) -> list[str]:
+    """Differences where a plan has "all_reduce": Inkling's, with two words put right."""
+    torch.manual_seed(seed)
+    whole = model_of("Inkling")
+    for param in whole.parameters():
+        torch.nn.init.normal_(param, std=0.2)
+    model = copy.deepcopy(whole)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    with pytest.raises(
+        InputError, match=r"embed_tokens: the plan names a .*InklingNormedEmbedding"
+    ):
+        parallelize(model, mesh)
+    plan = model.tp_plan | {"model.layers.*.mlp.experts.gate_up_proj": "packed_colwise"}
+    parallelize(model, mesh, plan | {"model.embed_tokens": "replicate"})
+    tokens = torch.randint(VOCABULARY, (2, 7))
+    return differing(step(model, tokens, sums=2), step(whole, tokens))
+
+
+def test_outputs_that_a_plan_sums_are_those_of_the_whole_model(pool: Pool, seed: int) -> None:
+    for wrong in pool(2).run(summed, seed):
+        assert not wrong
+
+
 def each_word() -> dict[str, str]:
     """For each word of the installed release, why a layer of Llama does not take it, or nothing."""
     plans: Any = importlib.import_module("transformers.distributed.tensor_parallel")

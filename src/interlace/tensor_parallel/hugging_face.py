@@ -238,8 +238,8 @@ def _of_parameters(
         if word not in allowed or param.dim() != dims:
             raise UnsupportedError(
                 f"{name}.{key}, of shape {list(param.shape)}, is {word!r} in the plan, which has "
-                f"{words[name]!r} for {name}: Parameters are taken there that have {dims} "
-                f"dimensions and are {', '.join(map(str, allowed))}"
+                f"{words[name]!r} for {name}: give a `plan` without that; Parameters are taken "
+                f"there that have {dims} dimensions and are {', '.join(map(str, allowed))}"
             )
         placement = placements[key] = allowed[word]
         parts = mesh.size() * (2 if isinstance(placement, StridedShard) else 1)
