@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import logging
 import re
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import interlace
 from interlace.errors import InputError, UnsupportedError
 from interlace.float8 import Recipe
 from interlace.tensor_parallel import parallelize, styles
@@ -103,6 +105,33 @@ def test_a_family_trains_and_generates_as_the_whole_model(
         assert not wrong
 
 
+def used(folder: str, seed: int) -> list[str]:
+    """Differences of a loaded Llama: one layer quantized, compiled as one graph, and saved."""
+    torch.manual_seed(seed)
+    whole = model_of("Llama", num_hidden_layers=1)
+    tokens = torch.randint(VOCABULARY, (2, 7))
+    expected = step(whole, tokens)
+    model = loaded(folder, whole)
+    model.model.layers[0].mlp.down_proj._hf_quantized_needs_local_tp = True  # torchao's mark
+    wrong = differing(step(model, tokens, sums=1), expected)
+    model.zero_grad()
+    del model.model.layers[0].mlp.down_proj._hf_quantized_needs_local_tp
+    compiled: Any = torch.compile(model, backend="interlace", fullgraph=True)
+    compiled(input_ids=tokens, labels=tokens).loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    wrong += differing(grads, {name: expected[name] for name in grads})
+    assert str(interlace.explain(compiled)).count("matmul_all_reduce  model.layers.0") >= 2
+    model.save_pretrained(f"{folder}/saved")
+    saved = type(whole).from_pretrained(f"{folder}/saved").state_dict()
+    return wrong + differing(saved, whole.state_dict())
+
+
+@pytest.mark.timeout(150)
+def test_a_loaded_model_is_compiled_and_saved(pool: Pool, tmp_path: Path, seed: int) -> None:
+    for wrong in pool(2).run(used, str(tmp_path), seed, timeout_s=140):
+        assert not wrong
+
+
 def summed(seed: int) -> list[str]:
     """Differences where a plan has "all_reduce": Inkling's, with two words put right."""
     torch.manual_seed(seed)
@@ -181,3 +210,10 @@ def sizes() -> list[str]:
 def test_layers_that_do_not_overlap_are_named(pool: Pool) -> None:
     for told in pool(2).run(sizes):
         assert told == ["a.down does not overlap: 2 ranks have unequal parts of its 21 features"]
+
+
+def test_a_release_without_such_plans_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.distributed.tensor_parallel", None)
+    monkeypatch.delitem(sys.modules, "interlace.integrations.transformers", raising=False)
+    with pytest.raises(UnsupportedError, match=r"install transformers 5\.17 or newer"):
+        importlib.import_module("interlace.integrations.transformers")
