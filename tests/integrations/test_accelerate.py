@@ -52,6 +52,7 @@ def test_a_model_that_was_compiled_before_trains_as_the_whole(tmp_path: Path) ->
         assert "trained: 3 steps" in text
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(270)
 def test_the_patch_lets_accelerate_take_the_backend_by_name(tmp_path: Path) -> None:
     spec = importlib.util.find_spec("accelerate")
