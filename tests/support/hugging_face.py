@@ -16,9 +16,10 @@ LATENT = {
 """Sizes of latent attention."""
 OWN: dict[str, dict[str, Any]] = {
     "Qwen2": {"tie_word_embeddings": True},
-    **dict.fromkeys(  # grouped_mm takes rows of 16 bytes
-        ("Mixtral", "GraniteMoe", "MiniMaxM2", "Olmoe"), {"intermediate_size": 32}
-    ),
+    "Mixtral": {"intermediate_size": 32},  # grouped_mm takes rows of 16 bytes, here and below
+    "GraniteMoe": {"intermediate_size": 32},
+    "MiniMaxM2": {"intermediate_size": 32},
+    "Olmoe": {"intermediate_size": 32},
     "Phi": {"hidden_size": 32, "head_dim": 8},
     "SeedOss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "DeepseekV2": {  # "mla_kv_a_proj"
