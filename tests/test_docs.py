@@ -119,6 +119,15 @@ x = torch.randn(64, 64)
 README_SCHEDULE = next(block.code for block in SCHEDULES if block.page == "README.md")
 BEFORE = {
     "docs/how-to/cuda-graphs.md": MLP,
+    "docs/how-to/hugging-face.md": """
+import os, transformers, torch.distributed as dist
+sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+if dist.get_rank() == 0:
+    transformers.LlamaForCausalLM(config).save_pretrained("model")
+dist.barrier()
+os.environ["WORLD_SIZE"] = "2"
+""",
     "program = interlace.load(": f"""
 import pathlib
 pathlib.Path("all_gather_linear.ilc").write_text({README_SCHEDULE!r})
@@ -128,6 +137,10 @@ dist.barrier()
 }
 """What a page, or the block with these words, finds done."""
 AFTER = {
+    'from_pretrained("model"': """
+del os.environ["WORLD_SIZE"]
+assert all(type(layer.mlp.down_proj.weight).__name__ == "DTensor" for layer in model.model.layers)
+""",
     "compiled = model(x)": "assert loss.isfinite()",
     "class DropWaits": "assert len(waits) == 3",
     "faster = run_pipeline(": """
@@ -228,6 +241,7 @@ def with_checks(blocks: list[Block]) -> list[str]:
 def test_code_of_a_page_runs(page: str, pool: Pool, tmp_path: Path) -> None:
     if page == "docs/how-to/hugging-face.md":
         pytest.importorskip("transformers")
+        pytest.importorskip("accelerate")
     ranks = pool(4 if page in FOUR_RANKS else 2)
     printed = ranks.run(run_blocks, with_checks(SCRIPTS[page]), str(tmp_path), timeout_s=110.0)
     if page in SHOWN:

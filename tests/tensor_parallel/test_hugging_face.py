@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.hugging_face import VOCABULARY, model_of
 from tests.support.pool import Pool
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,59 +21,7 @@ from interlace.tensor_parallel import parallelize
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
-VOCABULARY = 33
-OWN: dict[str, dict[str, Any]] = {
-    "Qwen2": {"tie_word_embeddings": True},
-    "Mixtral": {"num_local_experts": 4},
-    "DeepseekV2": {  # latent attention: "mla_kv_a_proj"
-        "num_key_value_heads": 4, "head_dim": 4, "q_lora_rank": 8, "kv_lora_rank": 8,
-        "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 6, "n_routed_experts": 4,
-        "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
-        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
-    },
-    "Llama4": {  # experts [in, out]: "packed_rowwise"
-        "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 20,
-        "interleave_moe_layer_step": 2, "attention_chunk_size": 8,
-    },
-    "Qwen3Next": {  # a mixer reads its convolution's weight itself
-        "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 4,
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
-        "shared_expert_intermediate_size": 8,
-    },
-}  # fmt: skip
-"""What kinds have beside the sizes of all."""
 NEWER = ("DeepseekV2", "Llama4", "Qwen3Next")
-
-
-def model_of(kind: str, experts: str = "eager", **changes: Any) -> Any:
-    """A tiny model of random weights."""
-    transformers: Any = importlib.import_module("transformers")
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 24,
-        "intermediate_size": 20,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 6,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "pad_token_id": None,
-        "eos_token_id": None,
-        **OWN.get(kind, {}),
-        **changes,
-    }
-    name = "Llama4Text" if kind == "Llama4" else kind
-    if not hasattr(transformers, f"{name}Config"):
-        pytest.skip(f"this release of transformers has no {kind}")
-    config = getattr(transformers, f"{name}Config")(**sizes)
-    config._experts_implementation = experts
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    if kind == "Llama4":  # whose experts begin as zeros
-        for param in model.parameters():
-            torch.nn.init.normal_(param, std=0.2)
-    return model
 
 
 def trained(model: Any, batches: list[Tensor]) -> dict[str, Tensor]:
@@ -178,7 +127,8 @@ def refused() -> None:
         (InputError, model_of("Llama", num_key_value_heads=1), {}, "num_key_value_heads 1"),
         (InputError, model_of("Llama", intermediate_size=21), {}, "out_features 21"),
         (InputError, llama, {"plan": {f"{layer}.input_layernorm": "rowwise"}}, r"LlamaRMSNorm: "),
-        (UnsupportedError, llama, {"plan": {mlp: "all_reduce"}}, "layers.0.mlp is 'all_reduce'"),
+        (UnsupportedError, llama, {"plan": {mlp: "all_reduce"}}, "'all_reduce' for model.layers.0"),
+        (UnsupportedError, llama, {"plan": {mlp: "packed_colwise"}}, "mlp is 'packed_colwise'"),
         (UnsupportedError, llama, {"plan": {"lm_head.weight": "rowwise"}}, "for a Parameter"),
         (UnsupportedError, experts, {"plan": {f"{mlp}.experts": "moe_tp_experts"}}, "is None in"),
         (InputError, model_of("Mixtral", intermediate_size=21), {}, "multiples of 4"),

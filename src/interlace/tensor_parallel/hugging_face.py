@@ -35,8 +35,12 @@ from interlace.torch_private.distributed import StridedShard
 T = TypeVar("T")
 LEFT_WHOLE = ("replicate", "keep_full_weight")
 """Words of a plan for what all ranks have."""
-BY_NAME = ("mla_kv_a_proj", "moe_tp_experts")
-"""Words whose style depends on the module."""
+SUMMED = ("moe_tp_experts", "all_reduce")
+"""Words of modules that have parts of matrices, and whose outputs are summed."""
+OF_OWNERS = (*SUMMED, "local_params")
+"""Words of modules whose Parameters have words of their own."""
+BY_NAME = ("mla_kv_a_proj", "moe_identity_expert", *OF_OWNERS)
+"""Words whose style depends on the module, or on the mesh."""
 
 
 def styles_of_words(
@@ -52,16 +56,16 @@ def styles_of_words(
     styles: dict[str, ParallelStyle] = {}
     for name, word in words.items():
         owner = name.rpartition(".")[0]
-        if word == "moe_tp_experts" and name in modules:
-            styles[name] = _experts(modules[name], name, words, mesh)
+        if word in OF_OWNERS and name in modules:
+            styles[name] = _of_parameters(modules[name], name, words, mesh)
+        elif word == "moe_identity_expert" and name in modules:
+            styles[name] = Local(share=mesh.size())
         elif word == "mla_kv_a_proj" and name in modules:
             styles[name] = Local(rope_dim=_rope_dim(modules[owner], _config(model), name))
         elif word in kinds and name in modules:
             _check_sizes(modules[name], name, word, mesh)
             styles[name] = kinds[word]
-        elif word not in LEFT_WHOLE and not (
-            name in params and words.get(owner) == "moe_tp_experts"
-        ):
+        elif word not in LEFT_WHOLE and not (name in params and words.get(owner) in OF_OWNERS):
             raise UnsupportedError(
                 f"{name} is {word!r} in the plan, which is not taken for a "
                 f"{type(modules.get(name, params.get(name))).__name__}: give a `plan` without it; "
@@ -69,6 +73,16 @@ def styles_of_words(
             )
     _check_heads(model, words, mesh)
     return styles
+
+
+def overlapped_words(how: How, recipe: Recipe | None) -> dict[str, OverlapRowwise]:
+    """The words whose communication overlaps, with their styles: those of row-parallel layers."""
+    styles = _kinds(how, recipe).items()
+    return {
+        word: style
+        for word, style in styles
+        if isinstance(style, OverlapRowwise) and word.startswith("rowwise")
+    }
 
 
 def _kinds(how: How, recipe: Recipe | None) -> dict[str, ParallelStyle]:
@@ -145,6 +159,7 @@ class Local(Checked):
         sees_heads: bool = False,
         is_partial: bool = False,
         rope_dim: int = 0,
+        share: int = 1,
     ) -> None:
         """Parameters that have no placement are whole.
 
@@ -154,9 +169,11 @@ class Local(Checked):
         `is_partial`: outputs are summed, and so are the gradients of inputs.
         `rope_dim`: so many features of the output, the last, are read by each rank's heads, so
         their gradients are summed: the rotary part of keys in multi-head latent attention.
+        `share`: so many ranks have the same output, which a module around this one sums.
         """
         self.placements, self.held = placements or {}, held
         self.sees_heads, self.is_partial, self.rope_dim = sees_heads, is_partial, rope_dim
+        self.share = share
 
     def why(self, module: nn.Module) -> str | None:
         return "its outputs are summed after it" if self.is_partial else "all ranks have it whole"
@@ -175,7 +192,7 @@ class Local(Checked):
         held = [(module, self.sees_heads)] if self.held is None else [*self.held]
         vars(module)["_interlace_held"] = held  # where copies of the module find copies of these
 
-        @functools.wraps(given)
+        @functools.wraps(original)  # whose first parameter a bound method drops
         def forward(self_: Any, *args: Any, **kwargs: Any) -> Any:
             if self.is_partial:
                 args = tuple(map(summed, args))
@@ -186,7 +203,7 @@ class Local(Checked):
                 rest, rope = y.split([y.shape[-1] - self.rope_dim, self.rope_dim], dim=-1)
                 y = torch.cat([rest, summed(rope)], dim=-1)
             if not self.is_partial:
-                return y
+                return y if self.share == 1 else y / self.share
             part = DTensor.from_local(y, device_mesh, [Partial()], run_check=False)
             return part.redistribute(placements=[Replicate()]).to_local()
 
@@ -199,30 +216,39 @@ class Local(Checked):
         return module
 
 
-def _experts(module: nn.Module, name: str, words: Mapping[str, str], mesh: DeviceMesh) -> Local:
-    """Cuts experts' Parameters: [experts, out, in], or [experts, in, out] (Llama 4's)."""
-    allowed = {
-        "packed_colwise": StridedShard(1, split_factor=2),
-        "packed_rowwise": StridedShard(2, split_factor=2),
-        "colwise": Shard(1),
-        "rowwise": Shard(2),
-    }
+def _of_parameters(
+    module: nn.Module, name: str, words: Mapping[str, str], mesh: DeviceMesh
+) -> Local:
+    """Cuts Parameters by their words: vectors, or matrices [experts, out, in] whose sum follows.
+
+    Llama 4's are [experts, in, out].
+    """
+    summed = words[name] in SUMMED
+    allowed: dict[str | None, Shard | StridedShard] = {"colwise": Shard(0)}
+    if summed:
+        allowed = {
+            "packed_colwise": StridedShard(1, split_factor=2),
+            "packed_rowwise": StridedShard(2, split_factor=2),
+            "colwise": Shard(1),
+            "rowwise": Shard(2),
+        }
     placements: dict[str, Placement] = {}
-    for key, param in module.named_parameters():
-        word = words.get(f"{name}.{key}")
-        if word not in allowed or param.dim() != 3:
+    for key, param in module.named_parameters(recurse=summed):
+        word, dims = words.get(f"{name}.{key}"), 3 if summed else 1
+        if word not in allowed or param.dim() != dims:
             raise UnsupportedError(
-                f"{name}.{key}, of shape {list(param.shape)}, is {word!r} in the plan: Parameters "
-                f"of experts are taken that have 3 dimensions and are {', '.join(allowed)}"
+                f"{name}.{key}, of shape {list(param.shape)}, is {word!r} in the plan, which has "
+                f"{words[name]!r} for {name}: give a `plan` without that; Parameters are taken "
+                f"there that have {dims} dimensions and are {', '.join(map(str, allowed))}"
             )
-        placements[key] = placement = allowed[word]
+        placement = placements[key] = allowed[word]
         parts = mesh.size() * (2 if isinstance(placement, StridedShard) else 1)
         if param.shape[placement.dim] % parts:
             raise InputError(
                 f"{name}.{key} has size {param.shape[placement.dim]} in dimension {placement.dim}: "
                 f"a mesh of {mesh.size()} takes multiples of {parts}"
             )
-    return Local(placements, is_partial=True)
+    return Local(placements, is_partial=summed)
 
 
 @contextlib.contextmanager

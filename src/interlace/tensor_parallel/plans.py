@@ -81,9 +81,10 @@ def parallelize(
             which `*` stands for a part without dots; a name itself goes before such a pattern. By
             default `model.tp_plan`. Words that are taken are "colwise", "colwise_gather_output"
             ("colwise_rep"), "rowwise", "rowwise_split_input" ("rowwise_rep"), "embedding_rowwise",
-            "embedding_colwise", "replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate", and
-            "moe_tp_experts" with its Parameters' "packed_colwise", "packed_rowwise", "colwise" and
-            "rowwise".
+            "embedding_colwise", "replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate",
+            "moe_identity_expert", "local_params" with its Parameters' "colwise", and
+            "moe_tp_experts" and "all_reduce" with their Parameters' "packed_colwise",
+            "packed_rowwise", "colwise" and "rowwise".
         options, recipe: as of `OverlapColwise` and `OverlapRowwise`, for the layers that
             overlap; of words, for row-parallel ones.
 

@@ -127,8 +127,13 @@ class _Overlap(Checked):
                 f"`recipe` is given for a {type(module).__name__}: FP8 is for nn.Linear, and no "
                 "forward of its own"
             )
-        placements = self.placements(module)
-        weight, ranks, cut = module.get_parameter("weight"), mesh.size(), placements["weight"]
+        self.check_sizes(module, mesh)
+        check_parameters(module, self.placements(module), mesh, planned)
+
+    def check_sizes(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Refuses widths that the mesh cannot share, or that FP8's GEMM does not take."""
+        weight, ranks = module.get_parameter("weight"), mesh.size()
+        cut = self.placements(module)["weight"]
         assert isinstance(cut, Shard)
         size = weight.shape[cut.dim]
         if is_plain(module) and math.ceil(size / ranks) * (ranks - 1) >= size:
@@ -145,7 +150,6 @@ class _Overlap(Checked):
                     f"{module.out_features} features over {ranks} ranks: FP8's GEMM takes parts "
                     f"that are multiples of {ALIGNMENT}; leave it out of the plan, or `recipe`"
                 )
-        check_parameters(module, placements, mesh, planned)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh, {})
@@ -153,12 +157,12 @@ class _Overlap(Checked):
             base: Any = super()
             return base._apply(module, device_mesh)
         self._partition("", module, device_mesh)
-        forward = self._forward(device_mesh)
+        forward = self.forward_on(device_mesh)
         module.forward = types.MethodType(forward, module)  # which copies of the module keep
         return module
 
     @abstractmethod
-    def _forward(self, mesh: DeviceMesh) -> Forward:
+    def forward_on(self, mesh: DeviceMesh) -> Forward:
         """The forward of a layer that overlaps."""
 
     def _partition(self, _: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -199,7 +203,7 @@ class OverlapColwise(_Overlap, ColwiseParallel):
         cut = Shard(0 if isinstance(module, nn.Linear) else 1)
         return {name: cut for name, _ in module.named_parameters()}
 
-    def _forward(self, mesh: DeviceMesh) -> Forward:
+    def forward_on(self, mesh: DeviceMesh) -> Forward:
         dim = self.dim or 0  # where it overlaps there is one
 
         def forward(self_: nn.Linear, input: Tensor) -> Tensor:
@@ -234,7 +238,7 @@ class OverlapRowwise(_Overlap, RowwiseParallel):
         names = [name for name, _ in module.named_parameters()]
         return {name: cut if name == "weight" else Replicate() for name in names}
 
-    def _forward(self, mesh: DeviceMesh) -> Forward:
+    def forward_on(self, mesh: DeviceMesh) -> Forward:
         dim = self.dim
 
         def forward(self_: nn.Linear, input: Tensor) -> Tensor:
@@ -264,10 +268,11 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 def check_layer(module: nn.Module, name: str = "") -> None:
     """Refuses what is no layer that a style takes."""
-    if isinstance(module, nn.Linear | nn.Embedding) and "weight" in module._parameters:
+    is_layer = isinstance(module, nn.Linear | nn.Embedding) and "weight" in module._parameters
+    if is_layer and not any("." in key for key, _ in module.named_parameters()):
         return
     kind, start = type(module), f"{name}: " if name else ""
-    fix = "nn.Linear and nn.Embedding are taken, whose weight is a Parameter"
+    fix = "nn.Linear and nn.Embedding are taken, whose weight is a Parameter, with none below them"
     if hasattr(module, "base_layer"):
         fix += (
             "; name the layers inside it in the plan: `base_layer` as it is here, and an adapter's "
