@@ -37,6 +37,7 @@ ENVIRONMENT_READERS: dict[str, str] = {
     "interlace/commands/doctor.py": "shows MKL_CBWR and gloo's interface; torchrun's variables",
     "interlace/launch.py": "gives ranks what torchrun, torch and NCCL read at a start",
     "interlace/cost/machine_file.py": "finds the user's cache folder (XDG_CACHE_HOME)",
+    "interlace/comm/backends.py": "takes gloo's interface, as torch does (GLOO_SOCKET_IFNAME)",
     "interlace/comm/cuda/nccl.py": "tells NCCL, for which there is no other way, what not to map",
 }
 """The files that may read the environment, and why; no option of ours is read from it."""

@@ -89,8 +89,9 @@ MEMORY = """
 Forward and backward of layers of Llama-3-8B's and 70B's dimensions, bf16, tensor parallelism of
 two, in a fresh process for each figure (`python benchmarks/memory_of_layers.py`). *Peak* is that of
 torch's allocator, weights apart; *a layer* is what each further layer adds to it, and *of the
-device* to all that the process takes of the GPU: slots, graphs and what torch keeps. Inductor ran alone, on a process
-group that moves nothing. Both ranks of Interlace shared one H200; the row of FP8 is of two.
+device* to all that the process takes of the GPU: slots, graphs and what torch keeps. Inductor ran
+alone, on a process group that moves nothing. Both ranks of Interlace shared one H200; the row of
+FP8 is of two.
 
 """
 MEMORY_NOTE = """

@@ -139,7 +139,7 @@ def connect(
 
 
 def _gloo_options(cls: Any, limit: timedelta, name: str, ranks: Sequence[int]) -> Any:
-    """What gloo takes by default, with a name and ranks: flight records need them of each group."""
+    """gloo's default options, with the name and ranks that flight records need of each group."""
     options = cls._Options()
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
     options._devices = (

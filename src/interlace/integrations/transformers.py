@@ -47,11 +47,6 @@ def register(*, options: Given = None, recipe: Recipe | None = None) -> tuple[st
 
     Raises:
         InputError: `options` or `recipe` is not valid.
-
-    Example:
-        ```python
-        register(options={"strategy": "serial"})
-        ```
     """
     plans: Any = ALL_PARALLEL_STYLES
     styles = overlapped_words({"options": options}, recipe)

@@ -11,7 +11,7 @@ communication (the gradient of the input before the gradient of the weight).
 Note [Weights]
     All ranks must decide alike, also where their sizes differ. So a matmul or an attention weighs
     as much as a whole communication, the chunks of a site share that, and the rest weighs little.
-    The cast of a weight's shard into FP8 takes about 1 / (ranks - 1) as long as a gather: casts that
+    The cast of a weight's shard into FP8 takes about 1 / (ranks - 1) of a gather's time: casts that
     a gather does not hide are made right before their matmuls, since their results wait in memory.
     The machine's real speeds decide between strategies, in `decompose`.
 """

@@ -68,7 +68,7 @@ class PipeliningReport(Report):
     """Report of a check of a pipeline schedule; its ops are actions."""
 
     findings: tuple[PipeliningFinding, ...]
-    """What can go wrong."""
+    """Faults, each with the models under which it is one."""
     num_stages: int = 0
     """Stages of the pipeline, over all ranks."""
     num_microbatches: int = 0
