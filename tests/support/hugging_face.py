@@ -35,6 +35,12 @@ OWN: dict[str, dict[str, Any]] = {
         "d_rel": 4, "rel_extent": 8, "mlp_layer_types": ["dense", "sparse"],
         "layer_types": ["hybrid_sliding", "hybrid"], "n_shared_experts": 2,
     },
+    "Dots3Note": {  # layers with other counts of heads
+        **LATENT, "head_dim": 10, "layer_types": ["full_attention", "sliding_attention"],
+        "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_q_lora_rank": 8,
+        "swa_kv_lora_rank": 8, "swa_head_dim": 10, "swa_qk_nope_head_dim": 6, "swa_v_head_dim": 6,
+        "shared_experts_intermediate_size": 8, "use_dsa": False,
+    },
     "GraniteSWA": {"sliding_window": 4},  # "local_params"
     "Beam": {"mlp_layer_types": ["dense", "sparse"]},
     "Llama4": {  # experts [in, out]: "packed_rowwise"
@@ -51,7 +57,7 @@ FAMILIES = (
     *("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Phi", "Phi3", "Mixtral"),
     *("Qwen2Moe", "Qwen3Moe", "DeepseekV2", "DeepseekV3", "Olmo", "Olmo2", "Cohere", "Cohere2"),
     *("Glm", "Glm4", "Granite", "Starcoder2", "Llama4", "GptOss", "SmolLM3", "Qwen3Next"),
-    *("GraniteSWA", "Beam", "LongcatFlash", "Apertus"),
+    *("GraniteSWA", "Beam", "LongcatFlash", "Apertus", "Dots3Note"),
 )
 """Kinds whose models bring a plan, and which `make test` tries."""
 MORE_FAMILIES = (

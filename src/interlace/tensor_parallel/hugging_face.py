@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -122,8 +123,10 @@ def _check_heads(model: nn.Module, words: Mapping[str, str], mesh: DeviceMesh) -
     if not any(n.endswith(keys) and word == "colwise" for n, word in words.items()):
         return
     config = _config(model)
-    for key in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, key, None)
+    layers = [*(getattr(config, "per_layer_config", None) or [config])]  # whose heads may differ
+    counts = ("num_attention_heads", "num_key_value_heads")
+    for each, key in itertools.product(layers, counts):
+        heads = getattr(each, key, None)
         if isinstance(heads, int) and heads % mesh.size():
             raise InputError(
                 f"the model has {key} {heads}, which a mesh of {mesh.size()} does not divide: give "
