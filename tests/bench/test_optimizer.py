@@ -31,7 +31,8 @@ def test_ways_train_alike_and_rows_tell_what_is_exposed(pool: Pool) -> None:
     assert nothing is None
     rows = {row["way"]: row for row in report["rows"]}
     assert [row["way"] for row in told] == list(rows) == list(OPTIMIZERS)
-    assert "torchtitan is not installed" in rows.pop("torchtitan")["error"]
+    error = rows.pop("torchtitan")["error"]
+    assert "torchtitan is not installed" in error or error.endswith("torchtitan runs on GPUs")
     assert "'nccl' is not there for tensors of the CPU" in rows.pop("overlap-nccl")["error"]
     assert rows["torch-ddp"]["off"] <= 1, "of the change of weights that torch's Muon makes"
     for name, row in rows.items():

@@ -108,7 +108,7 @@ def test_a_family_trains_and_generates_as_the_whole_model(
 def used(folder: str, seed: int) -> list[str]:
     """Differences of a loaded Llama: one layer quantized, compiled as one graph, and saved."""
     torch.manual_seed(seed)
-    whole = model_of("Llama", num_hidden_layers=1)
+    whole = model_of("Llama", num_hidden_layers=1, vocab_size=VOCABULARY + 1)  # as above
     tokens = torch.randint(VOCABULARY, (2, 7))
     expected = step(whole, tokens)
     model = loaded(folder, whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -119,7 +120,7 @@ def test_weights_that_others_read_are_as_in_the_whole_model(pool: Pool, seed: in
 
 
 def own_forwards(seed: int) -> None:
-    """A forward that stands at the module itself is what runs."""
+    """A forward that stands at the module itself is what runs; its signature is kept."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(seed)
     whole = Around(nn.LayerNorm(DIM), lambda inner, x: inner(x))
@@ -128,6 +129,9 @@ def own_forwards(seed: int) -> None:
         one.inner.forward = lambda x, one=one: 3 * x * one.inner.weight  # type: ignore[method-assign]
     parallelize(model, mesh, PLAN)
     torch.testing.assert_close(model(x), whole(x))
+    for ours, theirs in ((model, whole), (model.inner, whole.inner)):
+        names, expected = (inspect.signature(one.forward).parameters for one in (ours, theirs))
+        assert [*names] == [*expected]
 
 
 def test_a_forward_at_the_module_itself_runs(pool: Pool, seed: int) -> None:

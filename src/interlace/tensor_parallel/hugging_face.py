@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -195,7 +196,7 @@ class Local(Checked):
         held = [(module, self.sees_heads)] if self.held is None else [*self.held]
         vars(module)["_interlace_held"] = held  # where copies of the module find copies of these
 
-        @functools.wraps(original)  # whose first parameter a bound method drops
+        @functools.wraps(given)
         def forward(self_: Any, *args: Any, **kwargs: Any) -> Any:
             if self.is_partial:
                 args = tuple(map(summed, args))
@@ -215,6 +216,10 @@ class Local(Checked):
                 return summed_gradient(x, device_mesh)
             return x
 
+        signature = inspect.signature(given)  # by which others choose what they give
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        parameters = [first, *signature.parameters.values()]
+        vars(forward)["__signature__"] = signature.replace(parameters=parameters)
         module.forward = types.MethodType(forward, module)
         return module
 
