@@ -48,7 +48,7 @@ def test_gloo_takes_the_interfaces_that_torch_takes(
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
     limit = timedelta(seconds=3 + MARGIN_S)
-    theirs = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=limit).options
+    theirs: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=limit).options
     known: Any = connect("gloo", dist.HashStore(), 0, 1, 3.0, "team tp", label=("tp", (0,)))
     ours = known.options
     assert len(ours._devices) == len(theirs._devices)
