@@ -544,6 +544,10 @@ README_FIGURES = [
 ]
 
 
+LAYERS_8B = ("whole", "8")
+"""The form and the number of layers of the memory that README gives."""
+
+
 def row_of(chosen: dict[str, str], way: str) -> dict[str, str]:
     """The last measured row of a run that has these fields."""
     name, column = ("overlap", "strategy") if "op" in chosen else ("transformer", "way")
@@ -568,6 +572,11 @@ def test_figures_of_the_readme_are_rows() -> None:
     assert f"took {others} us for the first one" in PAGES["README.md"]
     with (ROOT / "benchmarks" / "results" / "memory_of_layers.csv").open() as file:
         memory = list(csv.DictReader(file))
+    grown = {
+        r["way"]: r["torch_peak_growth"] for r in memory if (r["form"], r["layers"]) == LAYERS_8B
+    }
+    for way in ("interlace", "inductor"):
+        assert f"Inductor's ({float(grown[way]) / 1e9:.2f} GB for 8B" in PAGES["README.md"]
     big = [row for row in memory if (row["model"], row["sequence"]) == ("llama3-70b", "8192")]
     peaks = {row["way"]: float(row["torch_peak_bytes"]) / 1e9 for row in big}
     peaks["fp8"] = min(float(r["torch_peak_bytes"]) / 1e9 for r in big if r["commit"] == "93e12496")
@@ -597,11 +606,20 @@ def test_figures_of_the_home_page_are_rows() -> None:
     bugs = re.findall(r"^## ", PAGES["docs/explanation/public-bugs.md"], re.MULTILINE)
     shown = re.search(r"\*\*(\d+)\*\*\n\n +\[public bugs\]", page)
     assert shown
-    assert 0 < int(shown[1]) <= len(bugs)
+    assert int(shown[1]) == len(bugs)
     drawn = (ROOT / "docs" / "layers.svg").read_text()
     for figure in ("7.4 ms", "6.4 ms", "5.4 ms", "22.3 ms", "20.3 ms", "19.0 ms", "14.7 ms"):
         assert f">{figure}" in drawn
         assert figure in PAGES["README.md"]
+
+
+def test_memory_of_checkpoints_inside_of_graphs_is_of_rows() -> None:
+    with (ROOT / "benchmarks" / "results" / "memory_of_layers.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["form"] == "blocks+checkpoint"]
+    kept = {row["way"]: f"{float(row['rest_bytes']) / 1e9:.2f} GB" for row in rows}
+    page = " ".join(PAGES["docs/explanation/measurements.md"].split())
+    assert f"{kept['interlace']} for blocks of 8B's dimensions at 8192 tokens" in page
+    assert f"(Inductor keeps {kept['inductor']})" in page
 
 
 def test_readme_is_short() -> None:

@@ -221,6 +221,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "parse": lambda: interlace.parse("x"),
     "parse_set": lambda: interlace.parse_set(""),
     "program": lambda: interlace.program(team=2, mesh={"tp": 2}),
+    "Program.instantiate": lambda: interlace.parse(SERIAL).instantiate(2),
     "check": lambda: interlace.check(1),  # type: ignore[arg-type]
     "simulate": lambda: interlace.simulate(interlace.parse(SERIAL), "tpu"),  # type: ignore[arg-type]
     "Executor": lambda: interlace.Executor(interlace.parse(SERIAL)),

@@ -88,4 +88,5 @@ def capturing(world_size: int = 2, **options: Unpack[GraphOptions]) -> Iterator[
             yield reports
         finally:
             torch.compiler.reset()
-            dist.destroy_process_group()
+            if dist.is_initialized():  # else the block has destroyed it
+                dist.destroy_process_group()

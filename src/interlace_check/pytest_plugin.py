@@ -41,13 +41,19 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         from interlace_check.capturing import capturing
 
     with capturing(*mark.args, **mark.kwargs) as reports:
+        own_error = True
         try:
             result = yield
+            own_error = False
+        except (KeyboardInterrupt, pytest.exit.Exception):
+            reports.clear()  # the session ends
+            raise
         finally:
             unsound = [report for report in reports if not report.sound]
             if unsound:
                 count = f"{len(unsound)} of {len(reports)} graphs and schedules"
-                pytest.fail(f"{MARK}: {count} can go wrong; the first:\n{unsound[0]}", False)
+                text = f"{MARK}: {count} can go wrong; the first:\n{unsound[0]}"
+                pytest.fail(text, pytrace=own_error)  # where that was raised stands before it
     if not reports:
         pytest.fail(NOTHING, False)
     return result

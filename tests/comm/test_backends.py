@@ -40,3 +40,17 @@ def test_ranks_that_nccl_keeps_waiting_in_the_store_wait_no_longer_than_runs_do(
     other: Any = Uncloned()
     connect("nccl", other, 0, 2, 3.0, "team tp")
     assert made[1][0] is other
+
+
+@pytest.mark.parametrize("interfaces", ["", "lo", "lo,lo", "lo,"])
+def test_gloo_takes_the_interfaces_that_torch_takes(
+    monkeypatch: pytest.MonkeyPatch, interfaces: str
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
+    limit = timedelta(seconds=3 + MARGIN_S)
+    theirs: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=limit).options
+    known: Any = connect("gloo", dist.HashStore(), 0, 1, 3.0, "team tp", label=("tp", (0,)))
+    ours = known.options
+    assert len(ours._devices) == len(theirs._devices)
+    assert (ours._threads, ours._timeout) == (theirs._threads, theirs._timeout)
+    assert (ours.group_name, ours.global_ranks_in_group) == ("tp", [0])

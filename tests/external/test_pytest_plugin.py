@@ -74,6 +74,11 @@ def test_own_error():
     raise ValueError("of the test")
 
 @pytest.mark.schedule_sound
+def test_group_ended():
+    torch.compile(waited, backend="aot_eager")(torch.ones(2))
+    dist.destroy_process_group()
+
+@pytest.mark.schedule_sound
 def test_compiled_before():
     test = torch.compile(waited, backend="aot_eager")(torch.ones(2))
 
@@ -104,6 +109,7 @@ def test_verdicts(pytester: pytest.Pytester) -> None:
     outcomes = {
         "sound": "PASSED",
         "pipeline": "PASSED",
+        "group_ended": "PASSED",
         "compiled_before": "PASSED",
         "unmarked": "PASSED",
         "unsound": "FAILED",
@@ -116,8 +122,9 @@ def test_verdicts(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines_random(
         [f"{outcome} *::test_{name}*" for name, outcome in outcomes.items()]
     )
-    result.assert_outcomes(passed=4, failed=6)
+    result.assert_outcomes(passed=5, failed=6)
     text = result.stdout.str()
+    assert "E       ValueError: of the test" in text
     assert text.count("1 of 1 graphs and schedules can go wrong; the first:") == 3
     assert "1 of 2 graphs and schedules can go wrong; the first:" in text  # the backward one
     assert text.count("error: unwaited: all_reduce is returned, and nothing waited for") == 3
@@ -173,6 +180,22 @@ def test_dropped():
     result.stdout.fnmatch_lines(
         ["*1 of 2 graphs and schedules can go wrong; the first:", "*error: unwaited: *"]
     )
+
+
+def test_an_interrupt_ends_the_session(pytester: pytest.Pytester) -> None:
+    """Also where a graph of the test is unsound."""
+    interrupted = """
+@pytest.mark.schedule_sound
+def test_interrupted():
+    torch.compile(pending, backend="aot_eager")(torch.ones(2))
+    raise KeyboardInterrupt
+
+def test_next():
+    pass
+"""
+    result = run(pytester, TESTS.partition("@pytest")[0] + interrupted)
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.assert_outcomes()
 
 
 def test_a_process_group_of_the_user(pytester: pytest.Pytester) -> None:

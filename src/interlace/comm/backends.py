@@ -141,12 +141,9 @@ def connect(
 def _gloo_options(cls: Any, limit: timedelta, name: str, ranks: Sequence[int]) -> Any:
     """gloo's default options, with the name and ranks that flight records need of each group."""
     options = cls._Options()
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
-    options._devices = (
-        [cls.create_device(interface=one) for one in interfaces.split(",")]
-        if interfaces
-        else [cls.create_default_device()]
-    )
+    names = [*filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))]
+    devices = [cls.create_device(interface=name) for name in names]
+    options._devices = devices or [cls.create_default_device()]
     options._threads, options._timeout = 2 * len(options._devices), limit
     options.group_name, options.global_ranks_in_group = name, [*ranks]
     return options

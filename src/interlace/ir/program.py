@@ -235,6 +235,7 @@ class Program:
 
         Raises:
             ProgramError: it is another rank's already.
+            TeamError: no such rank runs it.
         """
         if self.rank is not None:
             if self.rank != rank:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from interlace.errors import PassError
-from interlace.ir import Buffer, Copy, Op, Program
+from interlace.ir import Buffer, Collective, Copy, Expect, Get, Op, Program
 from interlace.ir.operators import is_heavy, is_weight_cast
 from interlace.passes.dependencies import Before, dependencies, followers, symmetric_buffers
 from interlace.passes.fuse import arrivals, groups
@@ -248,10 +248,9 @@ class _Player:
             for i, role in enumerate(self.roles)
         ]
         weights = [WHOLE if whole else LIGHT for whole in heavy]
-        ranks = max((team.size for team in self.program.teams), default=1)
         for i, call in calls.items():
             if is_weight_cast(call.fn):
-                weights[i] = max(LIGHT, WHOLE // max(1, ranks - 1))
+                weights[i] = max(LIGHT, WHOLE // max(1, self._gathering(i) - 1))
         sharing: dict[tuple[int, str], list[int]] = {}
         for i, op in enumerate(self.ops):
             if heavy[i] and op.site is not None:
@@ -260,6 +259,14 @@ class _Player:
             for i in parts:
                 weights[i] = max(1, WHOLE // len(parts))
         return weights
+
+    def _gathering(self, cast: int) -> int:
+        """Ranks of the largest team from which the matmuls of a weight get their rows; of the
+        largest of all where that is not seen."""
+        sizes = {team.name: team.size for team in self.program.teams}
+        before = {self.ops[i] for user in self.after[cast] for i in self.before[user]}
+        teams = {op.team for op in before if isinstance(op, Collective | Expect | Get)}
+        return max((sizes[team] for team in teams or sizes), default=1)
 
     def _depths(self) -> list[int]:
         """The number of communications that follow one another after each op."""
