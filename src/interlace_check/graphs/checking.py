@@ -139,7 +139,10 @@ def check_graph(
 
 
 def check_options(**options: object) -> None:
-    """Raises OptionError for an option with an unknown value."""
+    """Raises OptionError for an option that is unknown, or has an unknown value."""
+    names = ("on_fault", *GraphOptions.__annotations__)
+    if unknown := [name for name in options if name not in names]:
+        raise OptionError(f"no option {unknown[0]!r}; fix: the options are {', '.join(names)}")
     for name, known in (
         ("on_fault", ("raise", "log")),
         ("order", ("auto", "listed", "any")),
