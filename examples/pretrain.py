@@ -14,8 +14,9 @@ import math
 import resource
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from train_llama import DEVICE, Llama, text
 
 import interlace
-from interlace.nn import LinearCrossEntropyLoss
+from interlace.nn.functional import linear_cross_entropy
 from interlace.optim import AdamW
 
 
 class Model(Llama):
     """Llama that computes its loss itself: only in this forward is its output weight whole."""
 
-    loss: nn.Module | None = None
+    loss: Callable[..., Tensor] | None = None
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x: Any = self.tok_embeddings(tokens)  # a DTensor: each rank has a part of the sequence
@@ -61,13 +62,13 @@ class Model(Llama):
         return self.loss(x, self.output.weight.to_local(), targets)  # this rank's classes
 
 
-def build(mesh: DeviceMesh, args: argparse.Namespace) -> FSDPModule:
+def build(dp: DeviceMesh, tp: DeviceMesh, args: argparse.Namespace) -> FSDPModule:
     """The model on this rank. Tensor parallel, compiler, checkpoint, FSDP2: in this order."""
     torch.manual_seed(args.seed)
     model = Model(args.dim, args.layers, args.head).to(args.device)
     if args.parts == "interlace":
-        model.loss = LinearCrossEntropyLoss(group=mesh["tp"].get_group())
-    shard(model, mesh["tp"])
+        model.loss = partial(linear_cross_entropy, group=tp)
+    shard(model, tp)
     precision = MixedPrecisionPolicy(getattr(torch, args.dtype), reduce_dtype=torch.float32)
     for i, block in enumerate(model.layers):
         if args.compile == "interlace":
@@ -76,8 +77,8 @@ def build(mesh: DeviceMesh, args: argparse.Namespace) -> FSDPModule:
             block.compile(fullgraph=True)
         if args.checkpoint and i % args.checkpoint == 0:  # selective: every n-th block
             block = checkpoint_wrapper(block)
-        model.layers[i] = fully_shard(block, mesh=mesh["dp"], mp_policy=precision)
-    return fully_shard(model, mesh=mesh["dp"], mp_policy=precision)
+        model.layers[i] = fully_shard(block, mesh=dp, mp_policy=precision)
+    return fully_shard(model, mesh=dp, mp_policy=precision)
 
 
 def optimizer_of(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
@@ -97,13 +98,13 @@ def rate(step: int, steps: int) -> float:
 # data
 
 
-def micro_batches(data: Tensor, step: int, mesh: DeviceMesh, args: Any) -> Iterator[Tensor]:
+def micro_batches(data: Tensor, step: int, dp: DeviceMesh, args: Any) -> Iterator[Tensor]:
     """Yields this rank's sequences of a step. They depend on the step alone, so a resumed run
     sees what it would have seen; so does their length, of which there are few."""
-    length, parts = args.lengths[step % len(args.lengths)], mesh["dp"].size()
+    length, parts = args.lengths[step % len(args.lengths)], dp.size()
     draw = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
     starts = torch.randint(len(data) - length - 1, (args.accumulate, args.batch), generator=draw)
-    for row in starts.chunk(parts, dim=1)[mesh["dp"].get_local_rank()]:
+    for row in starts.chunk(parts, dim=1)[dp.get_local_rank()]:
         yield torch.stack([data[i : i + length + 1] for i in row]).long().to(args.device)
 
 
@@ -132,14 +133,14 @@ def blend(average: FSDPModule, model: FSDPModule, share: float) -> None:
 
 
 @torch.no_grad()
-def evaluate(model: FSDPModule, data: Tensor, mesh: DeviceMesh, args: Any) -> float:
+def evaluate(model: FSDPModule, data: Tensor, dp: DeviceMesh, args: Any) -> float:
     """Mean loss over text that was held out; of length and batch as in training."""
     losses = []
     for i in range(4):
-        for tokens in micro_batches(data, i * len(args.lengths), mesh, args):
+        for tokens in micro_batches(data, i * len(args.lengths), dp, args):
             losses.append(model(tokens[:, :-1], tokens[:, 1:]))
     model.reshard()  # without a backward the root's weights stay whole, and `blend` needs shards
-    return mean(torch.stack(losses).mean(), mesh)
+    return mean(torch.stack(losses).mean(), dp)
 
 
 @torch.no_grad()
@@ -152,10 +153,10 @@ def generate(model: FSDPModule, tokens: Tensor) -> str:
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
-def mean(loss: Tensor, mesh: DeviceMesh) -> float:
+def mean(loss: Tensor, dp: DeviceMesh) -> float:
     """The mean over the data-parallel ranks."""
-    dist.all_reduce(loss, group=mesh["dp"].get_group())
-    return loss.item() / mesh["dp"].size()
+    dist.all_reduce(loss, group=dp.get_group())
+    return loss.item() / dp.size()
 
 
 # checkpoints
@@ -218,7 +219,8 @@ def run(mesh: DeviceMesh, args: argparse.Namespace) -> None:
     """Trains, saves, resumes, and at the end evaluates and writes text."""
     leads, data = dist.get_rank() == 0, text(4 << 20)
     learned, held_out = data[: -len(data) // 16], data[-len(data) // 16 :]
-    model, average = build(mesh, args), build(mesh, args)  # alike: a copy comes before FSDP2
+    dp, tp = mesh["dp"], mesh["tp"]  # once: guards of compiled blocks compare meshes by identity
+    model, average = build(dp, tp, args), build(dp, tp, args)  # alike, each with FSDP2's own state
     optimizer = optimizer_of(model, args)
     schedule = LambdaLR(optimizer, lambda step: rate(step, args.steps))
     first = resume(args.folder, model, average, optimizer, schedule)
@@ -226,14 +228,14 @@ def run(mesh: DeviceMesh, args: argparse.Namespace) -> None:
         print(f"resumed at step {first}", flush=True)
     for step in range(first + 1, args.steps + 1):
         began = time.perf_counter()
-        batches = list(micro_batches(learned, step, mesh, args))
+        batches = list(micro_batches(learned, step, dp, args))
         loss, norm = train_step(model, batches, optimizer)
         schedule.step()
         blend(average, model, 1 - args.decay)
-        loss = mean(loss, mesh)
+        loss = mean(loss, dp)
         took = time.perf_counter() - began
         if leads:
-            tokens = len(batches) * batches[0][:, 1:].numel() * mesh["dp"].size()
+            tokens = len(batches) * batches[0][:, 1:].numel() * dp.size()
             line = f"step {step:5}  loss {loss:.6f}  norm {norm:.3f}  {tokens / took:8.0f} tokens/s"
             if step % args.every == 0:
                 line += f"  {memory_mb(args.device):.0f} MB  hidden {hidden(model)}"
@@ -243,10 +245,10 @@ def run(mesh: DeviceMesh, args: argparse.Namespace) -> None:
         if step % args.save_every == 0 or step == args.steps:
             save(args.folder, step, state_of(model, average, optimizer, schedule))
         if step % args.evaluate_every == 0 or step == args.steps:
-            found = [evaluate(each, held_out, mesh, args) for each in (model, average)]
+            found = [evaluate(each, held_out, dp, args) for each in (model, average)]
             if leads:
                 print("held out: {:.6f}, by the average {:.6f}".format(*found), flush=True)
-    prompt = next(micro_batches(held_out, 0, mesh, args))[:, :-1]
+    prompt = next(micro_batches(held_out, 0, dp, args))[:, :-1]
     written = generate(average, prompt)
     if leads:
         print(f"generated: {written!r}")

@@ -66,7 +66,7 @@ def eager(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, str], lis
 def test_losses_equal_eager_torch_bit_for_bit(
     tmp_path: Path, eager: tuple[dict[int, str], list[str]]
 ) -> None:
-    printed = pretrain(tmp_path)
+    printed = pretrain(tmp_path, fault="backward:1000000:kill")  # never: it looks at each loss
     assert (losses(tmp_path), held_out(printed)) == eager
     assert len(eager[0]) == 20
     steps = [line for line in printed.splitlines() if "hidden" in line]

@@ -64,6 +64,7 @@ def in_backward(strike: Callable[[], None]) -> None:
         assert self.grad_fn is not None
         loss, _ = self.grad_fn.next_functions[0]
         assert loss is not None
+        assert loss.name() == "LinearCrossEntropyBackward"
         loss.register_hook(lambda *_: strike())
         plain(self, *args, **kwargs)
 
