@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.optim.lr_scheduler import LambdaLR
 from train_llama import DEVICE, Llama, text
@@ -43,6 +43,9 @@ from train_llama import DEVICE, Llama, text
 import interlace
 from interlace.nn.functional import linear_cross_entropy
 from interlace.optim import AdamW
+
+Sharded = Any
+"""A Model that `fully_shard` has made an FSDPModule too."""
 
 
 class Model(Llama):
@@ -58,11 +61,12 @@ class Model(Llama):
         if targets is None or self.loss is None:
             logits = self.output(x).float()
             return logits if targets is None else F.cross_entropy(logits.mT, targets)
+        weight: Any = self.output.weight
         x = x.redistribute(placements=[Replicate()]).to_local()
-        return self.loss(x, self.output.weight.to_local(), targets)  # this rank's classes
+        return self.loss(x, weight.to_local(), targets)  # this rank's classes
 
 
-def build(dp: DeviceMesh, tp: DeviceMesh, args: argparse.Namespace) -> FSDPModule:
+def build(dp: DeviceMesh, tp: DeviceMesh, args: argparse.Namespace) -> Sharded:
     """The model on this rank. Tensor parallel, compiler, checkpoint, FSDP2: in this order."""
     torch.manual_seed(args.seed)
     model = Model(args.dim, args.layers, args.head).to(args.device)
@@ -70,21 +74,22 @@ def build(dp: DeviceMesh, tp: DeviceMesh, args: argparse.Namespace) -> FSDPModul
         model.loss = partial(linear_cross_entropy, group=tp)
     shard(model, tp)
     precision = MixedPrecisionPolicy(getattr(torch, args.dtype), reduce_dtype=torch.float32)
-    for i, block in enumerate(model.layers):
+    layers: Any = model.layers
+    for i, block in enumerate(layers):
         if args.compile == "interlace":
             block.compile(backend="interlace", fullgraph=True, options={"trace": True})
         elif args.compile == "inductor":
             block.compile(fullgraph=True)
         if args.checkpoint and i % args.checkpoint == 0:  # selective: every n-th block
             block = checkpoint_wrapper(block)
-        model.layers[i] = fully_shard(block, mesh=dp, mp_policy=precision)
+        layers[i] = fully_shard(block, mesh=dp, mp_policy=precision)
     return fully_shard(model, mesh=dp, mp_policy=precision)
 
 
 def optimizer_of(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
     """AdamW. Interlace's keeps its states in bfloat16, torch's in the parameters' type."""
     if args.parts == "interlace":
-        states = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+        states: Any = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
         return AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), **states)
     return torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
 
@@ -111,7 +116,7 @@ def micro_batches(data: Tensor, step: int, dp: DeviceMesh, args: Any) -> Iterato
 # one step, and what follows all steps
 
 
-def train_step(model: FSDPModule, batches: list[Tensor], optimizer: Any) -> tuple[Tensor, Tensor]:
+def train_step(model: Sharded, batches: list[Tensor], optimizer: Any) -> tuple[Tensor, Tensor]:
     """The mean loss of this rank's micro-batches, and the norm of all gradients."""
     total = torch.zeros((), device=batches[0].device)
     for i, tokens in enumerate(batches, 1):
@@ -119,21 +124,21 @@ def train_step(model: FSDPModule, batches: list[Tensor], optimizer: Any) -> tupl
         loss = model(tokens[:, :-1], tokens[:, 1:]) / len(batches)
         loss.backward()
         total += loss.detach()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
     return total, norm.full_tensor()
 
 
 @torch.no_grad()
-def blend(average: FSDPModule, model: FSDPModule, share: float) -> None:
+def blend(average: Sharded, model: Sharded, share: float) -> None:
     """Moves the average of weights towards the weights: shards alone, no communication."""
     for kept, new in zip(average.parameters(), model.parameters(), strict=True):
         kept.to_local().lerp_(new.to_local(), share)
 
 
 @torch.no_grad()
-def evaluate(model: FSDPModule, data: Tensor, dp: DeviceMesh, args: Any) -> float:
+def evaluate(model: Sharded, data: Tensor, dp: DeviceMesh, args: Any) -> float:
     """Mean loss over text that was held out; of length and batch as in training."""
     losses = []
     for i in range(4):
@@ -144,7 +149,7 @@ def evaluate(model: FSDPModule, data: Tensor, dp: DeviceMesh, args: Any) -> floa
 
 
 @torch.no_grad()
-def generate(model: FSDPModule, tokens: Tensor) -> str:
+def generate(model: Sharded, tokens: Tensor) -> str:
     """The first row, its second half replaced by the likeliest bytes."""
     tokens = tokens.clone()
     for i in range(tokens.shape[1] // 2, tokens.shape[1]):
