@@ -75,9 +75,7 @@ def test_losses_equal_eager_torch_bit_for_bit(
     assert sorted(path.name for path in tmp_path.glob("*/")) == ["15", "20"]
 
 
-FAULTS = ["forward:22:kill", "backward:25:kill", "optimizer:13:kill", "save:2:kill"]
-FAULTS += ["evaluation:3:kill", "data:7:kill", "forward:22:memory", "backward:23:interrupt"]
-FAULTS += ["save:2:disk", "forward:22:stop"]
+FAULTS = ["forward:22:kill", "backward:25:kill", "optimizer:13:kill"]
 
 
 @pytest.mark.slow

@@ -3,12 +3,11 @@
     torchrun ... tests/support/faulty.py PHASE:COUNT:FAULT pretrain.py ...
 
 Rank 1 fails when it comes to that phase for the COUNT-th time, and only in the first attempt of the
-job. Phases: data, forward, backward, optimizer, save, evaluation. Faults: those of `FAULTS`.
+job. Phases: forward, backward, optimizer. Faults: those of `FAULTS`.
 """
 
 from __future__ import annotations
 
-import errno
 import functools
 import importlib
 import itertools
@@ -20,25 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def full_disk() -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def out_of_memory() -> None:
-    torch.empty(1 << 60, dtype=torch.uint8)
-
-
 FAULTS: dict[str, Callable[[], object]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "interrupt": lambda: signal.raise_signal(signal.SIGINT),
-    "disk": full_disk,
-    "memory": out_of_memory,
 }
 
 
@@ -89,11 +75,8 @@ def main() -> None:
             in_backward(strike)
         else:
             owner, name, wanted = {
-                "data": (module, "micro_batches", lambda: True),
                 "forward": (module.Model, "forward", torch.is_grad_enabled),
                 "optimizer": (module.interlace.optim.AdamW, "step", lambda: True),
-                "save": (FileSystemWriter, "write_data", lambda: True),
-                "evaluation": (module.Model, "forward", lambda: not torch.is_grad_enabled()),
             }[phase]
             after(owner, name, strike, wanted)
     module.main()
