@@ -87,7 +87,6 @@ QUICK: dict[str, tuple[int, list[str]]] = {
     "pipeline": (2, ["the pair: sound", "deadlock", "equal those of autograd"]),
 }
 SLOW: dict[str, tuple[int, list[str]]] = {
-    "fsdp_tensor_parallel": (4, ["feed_forward.w2", SAME_LOSS]),
     "decode": (2, ["matmul_all_reduce  layers.1.down", SAME_LOSS]),
     "hugging_face": (2, ["lm_head: colwise", "of the whole model", "generated"]),
 }

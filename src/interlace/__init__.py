@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from interlace.comm.teams import release_teams as release
     from interlace.cost import simulate
     from interlace.frontend.compile import compile
-    from interlace.frontend.explain import explain, report
+    from interlace.frontend.explain import explain, report, timelines
     from interlace.frontend.schedules import export
     from interlace.ir.build import program
     from interlace.ir.text.load import load, load_set
@@ -49,6 +49,7 @@ __all__ = [
     "save_recording",
     "simulate",
     "synchronize",
+    "timelines",
 ]
 __version__ = "0.1.0"
 
@@ -72,6 +73,7 @@ _LAZY = {
     "save_recording": ("interlace_check.recorded", "save_recording"),
     "simulate": ("interlace.cost", "simulate"),
     "synchronize": ("interlace.runtime.cuda.waits.watchdog", "synchronize"),
+    "timelines": ("interlace.frontend.explain", "timelines"),
 }
 """Names that are imported when they are first asked for: from where, and what they are there."""
 

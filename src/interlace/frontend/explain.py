@@ -119,6 +119,24 @@ def report(model: Callable[..., object], path: str | Path) -> Path:
     return write_page(runs, path, name_of(_plain(model)), facts)
 
 
+def timelines(model: Callable[..., object]) -> list[Timeline]:
+    """Returns this rank's measured timelines of a compiled model: the last run of each schedule.
+
+    Args:
+        model: what `report` takes, compiled with the option `trace`.
+
+    Returns:
+        A timeline for each schedule that ran, in the order in which they were compiled. Each gives
+        `figures()`: how long this rank computed and communicated, and how much of both at once.
+
+    Examples:
+        >>> all(0 <= each.figures().hidden <= 1 for each in interlace.timelines(compiled))
+        True
+    """
+    bound = [each for graph in graphs_of(model) for each in graph.bound]
+    return [timeline for each in bound if (timeline := each.measured) is not None]
+
+
 def _run(bound: Bound) -> Run:
     """A bound Program for the page, beside its serial schedule, as predicted; where the ranks'
     Programs differ, this one has only its own, and nothing is compared."""
