@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,12 +27,11 @@ def pretrain(folder: Path, *options: str, fault: str = "", timeout_s: float = 14
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, **ENVIRON, **strict},
-        start_new_session=True,
     )
     try:
         printed, errors = process.communicate(timeout=timeout_s)
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)  # torchrun and its ranks
+        process.terminate()  # torchrun ends its ranks, which have sessions of their own
         process.communicate()
         raise
     assert process.returncode == 0, printed + errors
