@@ -185,7 +185,6 @@ torch.testing.assert_close(y, torch.cat(parts) @ w)
     '"2": RowwiseParallel(output_layouts=Shard(0))}': """
 assert "forward: 2 communications, sound" in interlace.explain(model)
 """,
-    "class TransformerBlock": 'assert interlace.explain(layers).count("sound") == 4',
     "block.compile(": 'assert interlace.explain(model).count("sound") == 4',
 }
 """By words of a block, what holds once it has run."""

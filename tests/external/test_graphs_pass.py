@@ -126,5 +126,5 @@ def test_a_graph_that_cannot_be_checked(caplog: pytest.LogCaptureFixture) -> Non
 def test_options_are_checked(options: Any) -> None:
     """Also where faults are only logged."""
     g = Maker()
-    with pytest.raises(OptionError, match="fix: (it is one of|the options are) "):
+    with pytest.raises(OptionError, match=r"fix: (it is one of|the options are) "):
         partial(check, on_fault="log")(g.done(g.input("x")), **options)
