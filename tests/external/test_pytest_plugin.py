@@ -98,6 +98,13 @@ def only_this_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
 
+@pytest.fixture(autouse=True)
+def not_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under CI pytest repeats whole messages in its summary."""
+    for name in ("CI", "BUILD_NUMBER"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def run(pytester: pytest.Pytester, text: str, *args: str) -> pytest.RunResult:
     pytester.makepyfile(text)
     plugins = ("-p", "interlace_check.pytest_plugin", "-p", "no:cacheprovider")
