@@ -588,6 +588,14 @@ def test_figures_of_the_readme_are_rows() -> None:
         "one 70B layer peaks at 2.1 GB, in FP8\ntoo, where Inductor's bf16 takes 2.4"
         in (PAGES["README.md"])
     )
+    bf16 = [row for row in big if row["way"] != "fp8"]
+    ours, theirs = (
+        next(float(row["device_bytes"]) / 1e9 for row in bf16 if row["way"] == way)
+        for way in ("interlace", "inductor")
+    )
+    assert f"with slots, {ours:.1f} and {theirs:.1f};" in PAGES["README.md"]
+    page = PAGES["docs/explanation/measurements.md"]
+    assert f"{ours:.2f} GB of the device\nbeyond its weights, Inductor's {theirs:.2f} GB" in page
 
 
 def test_figures_of_the_home_page_are_rows() -> None:

@@ -15,7 +15,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.hugging_face import FAMILIES, MORE_FAMILIES, PLANS, VOCABULARY, model_of
+from tests.support.hugging_face import (
+    FAMILIES,
+    MORE_FAMILIES,
+    PLANS,
+    VOCABULARY,
+    differing,
+    model_of,
+)
 from tests.support.pool import Pool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -52,19 +59,6 @@ def step(model: Any, tokens: torch.Tensor, sums: int = 0) -> dict[str, Any]:
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
     return {"loss": loss, **grads}
-
-
-def differing(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """The values that differ by more than fp32's rounding: 1e-4 of each, and 1e-5 in all."""
-    wrong = []
-    for name, right in expected.items():
-        value = found[name]
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        if (value is None) != (right is None):
-            wrong.append(f"{name}: {value} for {right}")
-        elif right is not None and not torch.allclose(value, right, rtol=1e-4, atol=1e-5):
-            wrong.append(f"{name}: off by {(value - right).abs().max()}")
-    return wrong
 
 
 def like_whole(kind: str, folder: str, seed: int) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 VOCABULARY = 33
 LATENT = {
@@ -104,3 +105,18 @@ def model_of(kind: str, experts: str = "eager", **changes: Any) -> Any:
         for param in model.parameters():
             torch.nn.init.normal_(param, std=0.2)
     return model
+
+
+def differing(
+    found: dict[str, Any], expected: dict[str, Any], rtol: float = 1e-4, atol: float = 1e-5
+) -> list[str]:
+    """The values that differ by more than `rtol` of each and `atol` in all."""
+    wrong = []
+    for name, right in expected.items():
+        value = found[name]
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        if (value is None) != (right is None):
+            wrong.append(f"{name}: {value} for {right}")
+        elif right is not None and not torch.allclose(value, right, rtol=rtol, atol=atol):
+            wrong.append(f"{name}: off by {(value - right).abs().max()}")
+    return wrong

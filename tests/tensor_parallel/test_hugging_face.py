@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.hugging_face import VOCABULARY, model_of
+from tests.support.hugging_face import VOCABULARY, differing, model_of
 from tests.support.pool import Pool
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -95,15 +95,7 @@ def compiled_like_whole(kind: str, seed: int) -> list[str]:
         made.loss.backward()
         found.append({"logits": made.logits, **{n: p.grad for n, p in owner.named_parameters()}})
     expected, values = found
-    wrong = []
-    for name, right in expected.items():
-        value = values[name]
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        if (value is None) != (right is None):
-            wrong.append(f"{name}: {value} for {right}")
-        elif right is not None and not torch.allclose(value, right, rtol=1e-5, atol=1e-6):
-            wrong.append(f"{name}: off by {(value - right).abs().max()}")
-    return wrong
+    return differing(values, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
