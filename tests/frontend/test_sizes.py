@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from interlace.frontend import backend
+from interlace.runtime.calling import regions
 
 WIDTH, HEADS = 64, 4
 PAGE = 4096
@@ -37,10 +39,19 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
-def train(lengths: list[int], options: dict[str, Any]) -> dict[str, Any]:
+class Chain(nn.Module):
+    """Pointwise operators that Inductor makes one kernel of."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.tanh() * 0.5 + x) * 2.0
+
+
+def train(lengths: list[int], options: dict[str, Any], chain: bool = False) -> dict[str, Any]:
     """Steps with these lengths through one compiled model, each compared with eager."""
     torch.compiler.reset()
     model = feed_forward(WIDTH, Shard(0), Shard(0))
+    if chain:
+        model = nn.Sequential(Chain(), model)
     with capture() as captured:
         call = torch.compile(model, backend=backend, dynamic=True, options=options)
         wrong = wrong_steps(model, call, [torch.randn(length, WIDTH) for length in lengths])
@@ -54,6 +65,57 @@ def test_lengths_share_programs(pool: Pool, seed: int) -> None:
         assert told["wrong"] == []
         assert len(told["classes"]) < len(lengths), told["classes"]
         assert any("<=" in each for each in told["classes"])
+
+
+def train_by_inductor(lengths: list[int]) -> tuple[list[str], int]:
+    """What differs from eager where Inductor compiles regions, and how many kernels it made."""
+    regions.forget()
+    made: list[object] = []
+    compiled = regions._compiled_by_inductor
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            regions, "_compiled_by_inductor", lambda *given: made.append(0) or compiled(*given)
+        )
+        told = train(lengths, {"timeout_s": 100.0, "regions": "inductor"}, chain=True)
+    return told["wrong"], len(made)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no C++ compiler here")
+@pytest.mark.timeout(240)
+def test_inductor_compiles_the_regions_of_a_class_once(pool: Pool, seed: int) -> None:
+    rng = random.Random(seed)
+    few, many = [[2 * rng.randrange(16, 32) for _ in range(count)] for count in (1, 6)]
+    for (wrong, one), (more, all_) in zip(
+        *(pool(2).run(train_by_inductor, each, timeout_s=110) for each in (few, many)), strict=True
+    ):
+        assert (wrong, more) == ([], [])
+        assert 0 < all_ == one
+
+
+class Scaled(nn.Module):
+    """A linear map with a number of its own beside the one that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.own = nn.Linear(8, 8), 0.25
+
+    def forward(self, x: torch.Tensor, given: float) -> torch.Tensor:
+        return self.linear(x) * self.own + given
+
+
+def test_numbers_of_a_module_are_constants_and_others_are_not() -> None:
+    """A tensor on the CPU for each, as torch has it, would keep a GPU's regions from Inductor and
+    the graph from CUDA graphs."""
+    torch.compiler.reset()
+    model = Scaled()
+    with capture() as captured:
+        call = torch.compile(model, backend=backend, dynamic=True, fullgraph=True)
+        for own, given, rows in ((0.25, 1.5, 4), (0.25, 2.5, 5), (0.5, 3.5, 6), (0.25, 4.5, 7)):
+            model.own = own
+            x = torch.randn(rows, 8)
+            torch.testing.assert_close(call(x, given), model(x, given))
+    forwards = [graph for graph in captured.graphs if graph.kind == "forward"]
+    assert len(forwards) == 2, "one for each value of the module's number"
 
 
 def growth(which: Any, lengths: list[int]) -> int:

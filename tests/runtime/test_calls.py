@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from typing import Any
 
@@ -16,10 +17,12 @@ from interlace.errors import (
     ProgramError,
     UnsupportedError,
 )
-from interlace.ir import Program, parse
+from interlace.ir import Name, Node, Program, Region, parse
+from interlace.ir.sizes import divided, named
 from interlace.kernels import sum_slots
 from interlace.options import Options
 from interlace.runtime import Executor, engine_for
+from interlace.runtime.calling.regions import inductor_by_size
 
 X = torch.arange(12.0).view(3, 4)
 
@@ -174,6 +177,29 @@ def test_region(regions: str) -> None:
     wanted = (X * X).topk(2)
     torch.testing.assert_close(y, wanted.values + 1)
     assert torch.equal(i, wanted.indices)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no C++ compiler here")
+def test_a_region_of_named_sizes_is_compiled_once_for_all_values_of_a_condition(seed: int) -> None:
+    rows, f32 = named("S"), torch.float32
+    body = (
+        Node(("t",), "aten.mul.Tensor", (Name("a"), Name("b"))),
+        Node(("u",), "aten.add.Tensor", (Name("t"), 1.0)),
+        Node(("v",), "aten.alias.default", (Name("b"),)),
+    )
+    region = Region("r", ("a", "b"), body, ("u", "v"))
+    layouts = ((divided(rows, 2), 8), (8, 1), f32), ((divided(rows, 2), 8), (8, 1), f32)
+    run_at = inductor_by_size(region, ("S",), layouts, torch.device("cpu"))
+    generator = random.Random(seed)
+    for size in (64, 66, 2 * generator.randrange(2, 500), 2, 0, 64):
+        a, b = torch.rand(size // 2, 8), torch.rand(size // 2, 8)
+        u, v = run_at((size,))(a, b)
+        torch.testing.assert_close(u, a * b + 1)
+        assert torch.equal(v, b)
+        assert v.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or size < 2
+    same = inductor_by_size(region, ("S",), layouts, torch.device("cpu"))
+    assert same.__self__ is run_at.__self__  # of another layer or Program
+    assert len(run_at.__self__._compiled) == 2, "one row is a case of its own to Inductor"
 
 
 def test_a_missing_compiler_is_an_error_that_says_so() -> None:

@@ -29,6 +29,7 @@ from interlace.frontend.calling.tracing import symbolic_sizes
 from interlace.frontend.compiled_graph import CompiledGraph, Setting
 from interlace.frontend.dynamo import (
     GraphOrigin,
+    fix_numbers,
     guard_sizes,
     look_for_lost_interrupts,
     source_name,
@@ -203,6 +204,7 @@ class Backend:
         places = gm.graph.find_nodes(op="placeholder")
         sources = list(map(source_name, places))
         guard_sizes(places)
+        fix_numbers(places)
         origin = GraphOrigin.of(gm)
         setting = Setting(
             options,

@@ -24,14 +24,17 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from interlace.frontend.importing.nodes import is_state
 from interlace.torch_private import TracingContext
 from interlace.torch_private.dynamo import (
+    AttrSource,
     DeletedGuardManagerWrapper,
     GuardBuilder,
+    NNModuleSource,
     TensorProperty,
     TensorPropertySource,
     callback_handler,
@@ -132,6 +135,18 @@ def guard_sizes(places: Sequence[fx.Node]) -> None:
                 known = TensorPropertySource(source, TensorProperty.SIZE, dim)
                 guard = known.make_guard(GuardBuilder.EQUALS_MATCH)
                 context.guards_context.dynamo_guards.add(guard)
+
+
+def fix_numbers(places: Sequence[fx.Node]) -> None:
+    """Has TorchDynamo guard the values of a module's own numbers, such as a norm's `eps`: with
+    `dynamic=True` each would be a tensor on the CPU, which no region and no CUDA graph may read."""
+    for node in places:
+        source = source_of(node)
+        if isinstance(source, AttrSource) and isinstance(source.base, NNModuleSource):
+            for user in node.users:
+                number = user.meta.get("example_value")
+                if isinstance(number, torch.SymFloat):
+                    float(number)  # the guard
 
 
 # -- Note [Interrupts amid guards] ----------------------------------------------------------------

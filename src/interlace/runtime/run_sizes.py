@@ -9,7 +9,7 @@ A Program is bound once for a class of sizes. Whoever needs a size as a number f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from interlace.ir import Box
@@ -78,7 +78,7 @@ class RunSizes:
         evaluate = self._numbers
         if evaluate is None:
             asked = [sizes for _, sizes in self._followed]
-            evaluate = self._numbers = _evaluator(self.values, asked)
+            evaluate = self._numbers = evaluator(self.values, asked)
         self.values.update(zip(self.values, at, strict=True))
         for (tell, _), numbers in zip(self._followed, evaluate(*at), strict=True):
             tell(numbers)
@@ -89,9 +89,9 @@ class RunSizes:
         self._numbers = None
 
 
-def _evaluator(names: Mapping[str, int], asked: Sequence[tuple[Int, ...]]) -> Evaluate:
-    """One function for all sizes, from their text: evaluated one by one they take ten times as
-    long, in every run of other sizes."""
+def evaluator(names: Iterable[str], asked: Sequence[tuple[Int, ...]]) -> Evaluate:
+    """Returns one function of the values of these names for all sizes, from their text: evaluated
+    one by one they take ten times as long, in every run of other sizes."""
     given = {name: f"_{number}" for number, name in enumerate(names)}  # a name may be a keyword
     texts = [
         f"({''.join(f'{s.renamed(given) if isinstance(s, Size) else s},' for s in sizes)})"

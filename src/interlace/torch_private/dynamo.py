@@ -14,6 +14,8 @@ from torch._dynamo.eval_frame import innermost_fn as innermost_fn
 from torch._dynamo.exc import ShortenTraceback as ShortenTraceback
 from torch._dynamo.guards import DeletedGuardManagerWrapper as DeletedGuardManagerWrapper
 from torch._dynamo.guards import GuardBuilder as GuardBuilder
+from torch._dynamo.source import AttrSource as AttrSource
+from torch._dynamo.source import NNModuleSource as NNModuleSource
 from torch._dynamo.source import TensorProperty as TensorProperty
 from torch._dynamo.source import TensorPropertySource as TensorPropertySource
 from torch._dynamo.symbolic_convert import InstructionTranslator as InstructionTranslator

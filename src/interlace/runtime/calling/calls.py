@@ -20,7 +20,7 @@ import torch
 from interlace.comm.collectives import reduce_into
 from interlace.errors import ExecutorError, ProgramError
 from interlace.ir import Arg, Box, Buffer, Call, Region, View
-from interlace.ir.sizes import Size, numbers
+from interlace.ir.sizes import Size, named, numbers
 from interlace.kernels import KERNELS
 from interlace.runtime.calling import regions as region_calls
 from interlace.runtime.calling.effects import apart, confirm, fills_list, may_share
@@ -154,11 +154,16 @@ def _region(
     views = op.views()
     touched = {view.buffer for view in views} | {buffer.name for buffer in op.fresh}
     boxes = [values.box(view) for view in views]
-    sized = any(box.is_sized for box in boxes)
-    if sized or not compile_regions or not values.host.isdisjoint(touched):
+    if not compile_regions or not values.host.isdisjoint(touched):
         return region_calls.eager(region, device)
-    layouts = tuple((numbers(box.sizes), numbers(box.strides), DTYPES[box.dtype]) for box in boxes)
-    return region_calls.inductor(region, layouts, device)
+    layouts = tuple([(box.sizes, box.strides, DTYPES[box.dtype]) for box in boxes])
+    sizes = [size for box in boxes for size in (*box.sizes, *box.strides) if isinstance(size, Size)]
+    if not sizes:
+        return region_calls.inductor(region, layouts, device)
+    names = sorted(frozenset[str]().union(*(size.names for size in sizes)))
+    run_at = region_calls.inductor_by_size(region, tuple(names), layouts, device)
+    held = values.sizes.sized([named(name) for name in names], run_at)
+    return lambda *args: held.now(*args), False
 
 
 def _out_names(fn: Operator) -> tuple[str, ...]:

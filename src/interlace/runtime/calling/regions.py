@@ -6,8 +6,9 @@ run(x, y)                         # a tuple, one tensor for each of the region's
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -16,8 +17,10 @@ import torch
 
 from interlace.errors import ProgramError, UnsupportedError
 from interlace.ir import Arg, Name, Region
+from interlace.ir.sizes import Int
 from interlace.runtime.calling.effects import apart, may_share
 from interlace.runtime.calling.operators import decode, resolve
+from interlace.runtime.run_sizes import evaluator
 
 T = TypeVar("T")
 Run = Callable[..., tuple[Any, ...]]
@@ -33,6 +36,8 @@ def eager(region: Region, device: torch.device) -> tuple[Run, bool]:
 
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+SizedLayout = tuple[tuple[Int, ...], tuple[Int, ...], torch.dtype]
+"""Sizes and strides, which may be named, with the element type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,11 @@ class _Task:
 
     key: str
     region: Region = field(compare=False)
+
+    @property
+    def divides(self) -> bool:
+        """True if it may divide, so that a zero may be no harmless argument."""
+        return any(word in self.key for word in ("div", "remainder", "fmod"))
 
 
 def inductor(region: Region, layouts: tuple[Layout, ...], device: torch.device) -> tuple[Run, bool]:
@@ -57,26 +67,120 @@ def inductor(region: Region, layouts: tuple[Layout, ...], device: torch.device) 
     return _compiled(_Task(key, region), layouts, device, settings)
 
 
+def inductor_by_size(
+    region: Region, names: tuple[str, ...], layouts: tuple[SizedLayout, ...], device: torch.device
+) -> Callable[[tuple[int, ...]], Run]:
+    """The region compiled by Inductor for named sizes: a function of their values that gives the
+    run for these, whose outputs share no memory. Note [One compilation for all layers]; and one
+    compilation is for all values that Inductor's own conditions hold for."""
+    from interlace.torch_private.inductor import inductor_config
+
+    key = repr((region.inputs, region.body, region.outputs, names, layouts))
+    settings = inductor_config.get_hash(), torch.are_deterministic_algorithms_enabled()
+    return _by_size(_SizedTask(key, region, names, layouts), device, settings).run_at
+
+
 def forget() -> None:
     _compiled.cache_clear()
+    _by_size.cache_clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _SizedTask(_Task):
+    """A region to compile for named sizes, whose layouts are in the `key`, too."""
+
+    names: tuple[str, ...] = field(compare=False)
+    layouts: tuple[SizedLayout, ...] = field(compare=False)
+
+
+class _BySize:
+    """The runs of a region by the values of its named sizes."""
+
+    MOST = 1024
+    """Values whose run is remembered."""
+
+    def __init__(self, task: _SizedTask, device: torch.device) -> None:
+        self._task, self._device = task, device
+        self._numbers = evaluator(task.names, [(*of[0], *of[1]) for of in task.layouts])
+        self._compiled: list[tuple[Callable[..., bool], Compiled]] = []
+        """What Inductor made, each with the condition on the values that it is for."""
+        self._runs: dict[tuple[int, ...], Run] = {}
+
+    def run_at(self, values: tuple[int, ...]) -> Run:
+        """The run for these values of the names."""
+        found = self._runs.get(values)
+        if found is None:
+            if len(self._runs) >= self.MOST:
+                self._runs.clear()
+            found = self._runs[values] = self._made(values)
+        return found
+
+    def _made(self, values: tuple[int, ...]) -> Run:
+        if min(values) < 2:  # torch's symbols are sizes from 2 on
+            return eager(self._task.region, self._device)[0]
+        call = next((call for holds, call in self._compiled if holds(values)), None)
+        if call is None:
+            with _told(self._task.region):
+                holds, call = self._compile(values)
+            self._compiled.append((holds, call))
+        return lambda *args: tuple(call([*values, *args]))
+
+    def _compile(self, values: tuple[int, ...]) -> tuple[Callable[..., bool], Compiled]:
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        from interlace.torch_private import FakeTensorMode, unset_fake_temporarily
+        from interlace.torch_private.inductor import size_symbol
+
+        task, env = self._task, ShapeEnv()
+        module, mode = graph_module(task.region, self._device), FakeTensorMode(shape_env=env)
+        count = len(values)
+        with unset_fake_temporarily():
+            symbols = [size_symbol(mode, *each) for each in zip(task.names, values, strict=True)]
+            with mode:
+                fakes = [
+                    torch.empty_strided(sizes, strides, dtype=dtype, device=self._device)
+                    for sizes, strides, dtype in self._layouts(symbols)
+                ]
+        given = [*symbols, *fakes]
+        call = _compiled_by_inductor(lambda *args: module(*args[count:]), given, mode)
+        condition = env.produce_guards_expression(symbols, ignore_static=False) or "True"
+
+        def holds(values: Sequence[int]) -> bool:
+            return env.evaluate_guards_expression(condition, values)
+
+        if not _shares(call, values, self._layouts(values), self._device, task.divides):
+            return holds, call
+        return holds, lambda args: apart(call(list(args)), args[count:])
+
+    def _layouts(self, values: Sequence[Any]) -> list[Layout]:
+        numbers = zip(self._numbers(*values), self._task.layouts, strict=True)
+        return [(each[: len(of[0])], each[len(of[0]) :], of[2]) for each, of in numbers]
 
 
 @lru_cache(maxsize=512)
-def _compiled(
-    task: _Task, layouts: tuple[Layout, ...], device: torch.device, settings: tuple[Hashable, ...]
-) -> tuple[Run, bool]:
-    region = task.region
-    module = graph_module(region, device)
+def _by_size(task: _SizedTask, device: torch.device, settings: tuple[Hashable, ...]) -> _BySize:
+    return _BySize(task, device)
+
+
+@contextlib.contextmanager
+def _told(region: Region) -> Iterator[None]:
     try:
-        call = compile_graph(module, layouts, device)
-        divides = any(word in task.key for word in ("div", "remainder", "fmod"))
-        shares = _shares(call, layouts, device, divides)
+        yield
     except Exception as error:
         raise UnsupportedError(
             f"Inductor cannot compile region {region.name!r} ({type(error).__name__}: {error}). "
             "fix: set the option regions='eager', or install a C++ compiler where there is none"
         ) from error
 
+
+@lru_cache(maxsize=512)
+def _compiled(
+    task: _Task, layouts: tuple[Layout, ...], device: torch.device, settings: tuple[Hashable, ...]
+) -> tuple[Run, bool]:
+    module = graph_module(task.region, device)
+    with _told(task.region):
+        call = compile_graph(module, layouts, device)
+        shares = _shares(call, (), layouts, device, task.divides)
     return lambda *args: tuple(call(list(args))), shares
 
 
@@ -111,7 +215,7 @@ def compile_symbolic(module: torch.fx.GraphModule, inference: bool) -> Compiled:
 
 
 def _compiled_by_inductor(
-    module: torch.fx.GraphModule,
+    module: Callable[..., Any],
     given: Sequence[Any],
     mode: Any,
     passes: Sequence[Callable[[torch.fx.GraphModule], torch.fx.GraphModule]] = (),
@@ -143,13 +247,15 @@ def _compiled_by_inductor(
 
 def _shares(
     call: Compiled,
+    values: Sequence[int],
     layouts: Sequence[Layout],
     device: torch.device,
     divides: bool,
 ) -> bool:
-    """True if an output shares memory with another tensor; the run also tunes and loads kernels."""
+    """True if an output shares memory with another tensor; the run, for these values of symbols,
+    also tunes and loads kernels."""
     given = [_harmless(layout, device, divides) for layout in layouts]
-    results = call(list(given))
+    results = call([*values, *given])
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     return any(one is not other for one, other in zip(results, apart(results, given), strict=True))
