@@ -9,8 +9,8 @@ column `first_us` is the first step of a number of rows, `host_us` the caller's 
 one, `step_us` until it is done, `compiles` how often TorchDynamo compiled after the warm-up.
 
 One GPU is enough: the ranks share it, and bytes move by the transport `peer`; then `step_us` holds
-the time that a GPU takes to turn from rank to rank. Inductor runs alone beside a fake process group
-of as many ranks, so its times have no communication.
+the time that a GPU takes to turn from rank to rank. NCCL does not serve ranks that share a GPU:
+there Inductor's collectives do nothing, so its times have no communication.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def rank_main(rank: int, way: str, given: argparse.Namespace) -> None:
     """Measures on this rank; rank 0 prints the figures."""
     import torch
     import torch.distributed as dist
+    import torch.testing._internal.distributed.fake_pg  # knows "fake"
     from torch import nn
     from torch._dynamo.utils import counters
     from torch.distributed.device_mesh import init_device_mesh
@@ -59,26 +60,22 @@ def rank_main(rank: int, way: str, given: argparse.Namespace) -> None:
     from interlace_bench.layers.inference import EIGHT_B, SMALL
     from interlace_bench.sites import DTYPES
 
-    cuda, alone, world = given.device == "cuda", "interlace" not in way, given.world
+    cuda, world = given.device == "cuda", given.world
     sizes = SMALL.dims if given.model == "small" else EIGHT_B
     cached, dtype = (64, "f32") if given.model == "small" else (given.cached, "bf16")
     device, how = torch.device(given.device), WAYS[way]
-    if alone:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    else:
-        kinds = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        store, limit = dist.FileStore(given.store, world), timedelta(seconds=LIMIT_S)
-        dist.init_process_group(kinds, store=store, rank=rank, world_size=world, timeout=limit)
+    shared = cuda and torch.cuda.device_count() < world
+    store, limit = dist.FileStore(given.store, world), timedelta(seconds=LIMIT_S)
+    of_gpus = "fake" if shared and "interlace" not in way else "nccl"
+    kinds = f"cpu:gloo,cuda:{of_gpus}" if cuda else "gloo"
+    dist.init_process_group(kinds, store=store, rank=rank, world_size=world, timeout=limit)
     if cuda:
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    if how and "options" in how and (not cuda or torch.cuda.device_count() < world):
+    if how and "options" in how and (shared or not cuda):
         how["options"]["transport"] = "peer"
 
     def meet() -> None:
-        if not alone:
-            dist.all_reduce(torch.zeros(1))  # on gloo
+        dist.all_reduce(torch.zeros(1))  # on gloo
 
     def done() -> None:
         if cuda:
@@ -119,7 +116,8 @@ def rank_main(rank: int, way: str, given: argparse.Namespace) -> None:
     elif way.startswith("interlace.compile"):
         run = interlace.compile(layer, mesh=mesh, options=how["options"])
     else:
-        run = torch.compile(layer, dynamic=True, **({} if alone else {"backend": backend}), **how)
+        ours = {"backend": backend} if way.startswith("interlace") else {}
+        run = torch.compile(layer, dynamic=True, **ours, **how)
     every = {n: torch.randn(n, sizes.dim, dtype=DTYPES[dtype], device=device) for n in given.rows}
     for n in WARM_ROWS:
         every.setdefault(n, torch.randn(n, sizes.dim, dtype=DTYPES[dtype], device=device))
@@ -167,7 +165,7 @@ def measured(way: str, given: argparse.Namespace) -> list[dict[str, Any]] | None
                 [sys.executable, __file__, *same, "--rank", str(rank), way],
                 **{"stdout": subprocess.PIPE, "text": True},
             )
-            for rank in range(given.world if "interlace" in way else 1)
+            for rank in range(given.world)
         ]
         try:
             told = [rank.communicate(timeout=LIMIT_S)[0] for rank in running]

@@ -156,11 +156,12 @@ def _region(
     boxes = [values.box(view) for view in views]
     if not compile_regions or not values.host.isdisjoint(touched):
         return region_calls.eager(region, device)
-    layouts = tuple([(box.sizes, box.strides, DTYPES[box.dtype]) for box in boxes])
     sizes = [size for box in boxes for size in (*box.sizes, *box.strides) if isinstance(size, Size)]
     if not sizes:
-        return region_calls.inductor(region, layouts, device)
+        fixed = [(numbers(b.sizes), numbers(b.strides), DTYPES[b.dtype]) for b in boxes]
+        return region_calls.inductor(region, tuple(fixed), device)
     names = sorted(frozenset[str]().union(*(size.names for size in sizes)))
+    layouts = tuple([(box.sizes, box.strides, DTYPES[box.dtype]) for box in boxes])
     run_at = region_calls.inductor_by_size(region, tuple(names), layouts, device)
     held = values.sizes.sized([named(name) for name in names], run_at)
     return lambda *args: held.now(*args), False
