@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import interlace
@@ -359,6 +360,8 @@ CHECKS: dict[ModuleType, dict[str, Callable[[], Any]]] = {
         "ShortenTraceback": lambda: issubclass(dynamo.ShortenTraceback, Exception),
         "TensorProperty": lambda: has(dynamo.TensorProperty, "SIZE"),
         "TensorPropertySource": lambda: takes(dynamo.TensorPropertySource, "base", "prop", "idx"),
+        "AttrSource": lambda: takes(dynamo.AttrSource, "base", "member"),
+        "NNModuleSource": lambda: takes(dynamo.NNModuleSource, "base"),
         "aot_autograd": lambda: takes(dynamo.aot_autograd, "fw_compiler", "bw_compiler"),
         "aot_module_simplified": lambda: takes(dynamo.aot_module_simplified, "mod", "fw_compiler"),
         "assume_constant_result": lambda: dynamo.assume_constant_result(modes) is modes,
@@ -384,6 +387,11 @@ CHECKS: dict[ModuleType, dict[str, Callable[[], Any]]] = {
         "compile_fx_inner": lambda: takes(inductor.compile_fx_inner, "gm", "example_inputs"),
         "inductor_config": lambda: isinstance(inductor.inductor_config.get_hash(), str | bytes),
         "joint_graph_passes": lambda: takes(inductor.joint_graph_passes, "graph"),
+        "size_symbol": lambda: (
+            not isinstance(
+                inductor.size_symbol(private.FakeTensorMode(shape_env=ShapeEnv()), "S", 7), int
+            )
+        ),
         "select_decomp_table": lambda: (
             torch.ops.aten.addmm.default in inductor.select_decomp_table()
         ),

@@ -103,7 +103,7 @@ class _BySize:
         self._task, self._device = task, device
         self._numbers = evaluator(task.names, [(*of[0], *of[1]) for of in task.layouts])
         self._compiled: list[tuple[Callable[..., bool], Compiled]] = []
-        """What Inductor made, each with the condition on the values that it is for."""
+        """Results of Inductor, each with the condition on the values that it is for."""
         self._runs: dict[tuple[int, ...], Run] = {}
 
     def run_at(self, values: tuple[int, ...]) -> Run:
