@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import interlace
+from interlace.frontend import backend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nccl, pytest.mark.timeout(200)]
 
@@ -62,7 +63,7 @@ def compare(strategy: str, dtype: str, regions: str, seed: int) -> tuple[list[fl
     mlp = model(kind)
     options = {"strategy": strategy, "regions": regions, "timeout_s": 30.0}
     with capture() as captured:
-        compiled = torch.compile(mlp, backend="interlace", options=options)
+        compiled = torch.compile(mlp, backend=backend, options=options)
         steps = [train(compiled, mlp, seed + number, kind) for number in range(3)]
         torch.cuda.synchronize()
         taken = sorted({s.strategy for b in captured.bound for s in b.program.sites})

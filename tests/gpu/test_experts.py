@@ -15,6 +15,7 @@ from tests.support.captured import capture
 from tests.support.pool import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 
+from interlace.frontend import backend
 from interlace.ir import parse
 from interlace.options import Options
 from interlace.passes import lower
@@ -44,7 +45,7 @@ def compare(kind: type[Experts], dtype: str, seed: int, options: dict[str, Any])
     wrong: list[str] = []
     with capture() as captured:
         compiled = torch.compile(
-            module, backend="interlace", options=given, fullgraph=True, dynamic=False
+            module, backend=backend, options=given, fullgraph=True, dynamic=False
         )
         for number in range(3):  # the slots are used in turn
             sizes = (2, world * EXPERTS, ROOM, DIM)
