@@ -13,7 +13,10 @@ from tests.test_examples import ENVIRON, EXAMPLES
 
 FAULTY = Path(__file__).parent / "support/faulty.py"
 SMALL = "--dim 32 --layers 1 --head 16 --batch 4 --checkpoint 1"
-TRAINED = "--layers 2 --checkpoint 2 --steps 20 --save-every 5 --evaluate-every 10 --lengths 32 16 --every 5 --timeout 120"
+TRAINED = (
+    "--layers 2 --checkpoint 2 --steps 20 --save-every 5 --evaluate-every 10 --lengths 32 16 "
+    "--every 5 --timeout 120"
+)
 FAILED = "--steps 8 --save-every 2 --evaluate-every 4 --lengths 32 --timeout 40"
 Result = tuple[dict[int, str], list[str]]
 """Losses by step, in full digits, and the lines of the last evaluation and of the text."""
