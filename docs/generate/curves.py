@@ -32,10 +32,11 @@ LOOKS = {
     "fp8": ("ink", 1.2),
 }
 """The name of the colour in THEMES, and the width of the line."""
-WIDTH, LEFT, RIGHT, UPPER, LOWER, GAP = 640, 52, 12, 220, 110, 34
+WIDTH, LEFT, RIGHT, UPPER, LOWER, GAP = 640, 52, 20, 220, 110, 34
 MEAN_OF = 10
 DECADES = (-7, -1)
-"""Powers of ten at the lower and the upper edge of the differences."""
+"""Powers of ten at the lower and the upper edge of the differences. Lower ones, which no loss in
+float32 has, stand at the lower edge as zero does."""
 
 
 def curves() -> dict[str, str]:
@@ -65,7 +66,8 @@ def _picture(losses: dict[str, list[float]], colours: dict[str, str]) -> str:
     start = 10 + UPPER + GAP
     for power in range(DECADES[0], DECADES[1] + 1, 2):
         y = _y(power, *DECADES, start, LOWER)
-        parts += [_rule(y, colours), _label(LEFT - 8, y + 4, f"1e{power}", "end")]
+        named = f"1e{power}" if power > DECADES[0] else "equal"
+        parts += [_rule(y, colours), _label(LEFT - 8, y + 4, named, "end")]
     for name, each in losses.items():
         if name != REFERENCE:
             off = [abs(a / b - 1) for a, b in zip(each, losses[REFERENCE], strict=True)]

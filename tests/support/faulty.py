@@ -26,9 +26,9 @@ from torch.distributed.checkpoint import filesystem
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def fill_disk() -> None:
-    """Has all writes to files fail behind their first 100 bytes, as on a disk that is full."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+def limit_files(size: int) -> None:
+    """Has all writes behind that many bytes of a file fail, as on a disk that is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 FAULTS: dict[str, Callable[[], object]] = {
@@ -36,7 +36,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "oom": lambda: torch.empty(1 << 56, dtype=torch.uint8),  # the allocator refuses it
     "interrupt": lambda: os.kill(os.getppid(), signal.SIGINT),  # what Ctrl-C sends to torchrun
-    "disk": fill_disk,
+    "disk": lambda: limit_files(100),
 }
 
 
@@ -68,6 +68,19 @@ def in_backward(strike: Callable[[], None]) -> None:
         plain(self, *args, **kwargs)
 
     torch.Tensor.backward = run  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def unlimited_after(module: Any) -> None:
+    """Ends the limit with the run: torchrun reads a file in which `record` writes the error."""
+    plain = module.run
+
+    def run(*args: Any) -> None:
+        try:
+            plain(*args)
+        finally:
+            limit_files(resource.RLIM_INFINITY)
+
+    module.run = run
 
 
 def in_save(module: Any, strike: Callable[[], None]) -> None:
@@ -116,6 +129,7 @@ def main() -> None:
                 before(module, "linear_cross_entropy", strike, lambda: not torch.is_grad_enabled())
             case _:
                 assert phase == "none", phase
+    unlimited_after(module)
     torch._dynamo.config.recompile_limit = 3  # a length, then any, and without gradients
     module.main()
 
