@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -139,10 +140,9 @@ def blend(average: Any, model: Any, share: float) -> None:
 @torch.no_grad()
 def evaluate(model: Any, data: Tensor, dp: DeviceMesh, args: Any) -> float:
     """Mean loss over text that was held out; of length and batch as in training."""
-    losses = []
-    for i in range(4):
-        for tokens in micro_batches(data, i * len(args.lengths), dp, args):
-            losses.append(model(tokens[:, :-1], tokens[:, 1:]))
+    steps = range(0, 4 * len(args.lengths), len(args.lengths))
+    batches = (tokens for step in steps for tokens in micro_batches(data, step, dp, args))
+    losses = [model(tokens[:, :-1], tokens[:, 1:]) for tokens in batches]
     model.reshard()  # without a backward the root's weights stay whole, and `blend` needs shards
     return mean(torch.stack(losses).mean(), dp)
 
@@ -223,9 +223,8 @@ def run(mesh: DeviceMesh, args: argparse.Namespace) -> None:
     dp, tp = mesh["dp"], mesh["tp"]  # once: guards of compiled blocks compare meshes by identity
     model, average = build(dp, tp, args), build(dp, tp, args)  # alike, each with FSDP2's own state
     optimizer = optimizer_of(model, dp, args)
-    schedule = LambdaLR(
-        getattr(optimizer, "optimizer", optimizer), lambda step: rate(step, args.steps)
-    )
+    inner = getattr(optimizer, "optimizer", optimizer)  # that of LayerWise, which has the rates
+    schedule = LambdaLR(inner, lambda step: rate(step, args.steps))
     first = resume(args.folder, model, average, optimizer, schedule)
     if leads and first:
         print(f"resumed at step {first}", flush=True)
@@ -255,8 +254,7 @@ def run(mesh: DeviceMesh, args: argparse.Namespace) -> None:
                 print("held out: {:.6f}, by the average {:.6f}".format(*found), flush=True)
         if step % args.save_every == 0 or step == args.steps:
             save(args.folder, step, state_of(model, average, optimizer, schedule))
-    prompt = next(micro_batches(held_out, 0, dp, args))[:, :-1]
-    written = generate(average, prompt)
+    written = generate(average, next(micro_batches(held_out, 0, dp, args))[:, :-1])
     if leads:
         print(f"generated: {written!r}")
 
@@ -264,9 +262,8 @@ def run(mesh: DeviceMesh, args: argparse.Namespace) -> None:
 @record  # torchrun prints the error of the rank that failed first
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--compile", choices=("interlace", "inductor", "eager"), default="interlace"
-    )
+    compilers = ("interlace", "inductor", "eager")
+    parser.add_argument("--compile", choices=compilers, default=compilers[0])
     parser.add_argument("--parts", choices=("interlace", "torch"), default="interlace")
     parser.add_argument("--device", default=DEVICE, help="cpu or cuda (%(default)s here)")
     parser.add_argument("--fp8", action="store_true", help="blocks' matmuls, and what they gather")
@@ -284,14 +281,17 @@ def main() -> None:
     parser.add_argument("--decay", type=float, default=0.98, help="of the average of weights")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    patience = timedelta(seconds=args.timeout)  # for a rank that stalls
+    patience = timedelta(seconds=args.timeout)  # with a rank that stalls
     shared = args.device == "cuda" and DEVICE == "cpu"  # ranks share a GPU, which NCCL refuses
     dist.init_process_group("gloo" if "cpu" in (args.device, DEVICE) else "nccl", timeout=patience)
     args.options = {"trace": True, **({"transport": "peer"} if shared else {})}
     if args.device == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     shape = dist.get_world_size() // args.tp, args.tp
-    run(init_device_mesh(args.device, shape, mesh_dim_names=("dp", "tp")), args)
+    mesh = init_device_mesh(args.device, shape, mesh_dim_names=("dp", "tp"))
+    for axis in ("dp", "tp"):  # its groups wait for half an hour else, as Interlace does with them
+        set_timeout(patience, mesh.get_group(axis))
+    run(mesh, args)
     interlace.release()
     dist.destroy_process_group()
 

