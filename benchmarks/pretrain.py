@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 figures["off"] = max(abs(float(b) / float(a) - 1) for a, b in pairs)
             shape = {"ranks": given.ranks, "tp": given.tp, "steps": given.steps}
             how = {"options": f"{SIZES[given.device]} {given.options}".strip()}
-            row = {"variant": variant, **shape, **how, **figures, **where}
+            row = {"variant": variant, "device": given.device, **shape, **how, **figures, **where}
             row["whole_s"] = time.perf_counter() - began
             append(out / "pretrain.csv", [row])
             line = f"{variant:<16}{row['last_loss']:>11.6f}{row['tokens_per_s']:>10.0f}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,27 @@ def test_losses_equal_eager_torch_bit_for_bit(tmp_path: Path, eager: Result) -> 
     assert len(steps) == 4
     assert all(line.endswith("%") for line in steps)
     assert sorted(path.name for path in tmp_path.glob("*/")) == ["15", "20"]
+
+
+def test_figures_of_the_page_are_rows() -> None:
+    """Rows of the CPU: of 1,000 steps with two lengths, and of 100 with one."""
+    root = EXAMPLES.parent
+    page = (root / "docs/tutorial/pretrain.md").read_text()
+    with (root / "benchmarks/results/pretrain.csv").open() as file:
+        found = [row for row in csv.DictReader(file) if row["device"] == "cpu"]
+    rows = {(row["variant"], row["steps"]): row for row in found}
+
+    def line(figures: Iterable[str]) -> str:
+        return f"| {' | '.join(figures)} |"
+
+    long = [rows[variant, "1000"] for variant in ("interlace", "eager")]
+    assert line(f"{row['memory_mb']} MB" for row in long) in page
+    assert rows["interlace", "1000"]["equal_steps"] == "1000"
+    short = [rows[variant, "100"] for variant in ("interlace", "inductor", "eager")]
+    assert line(f"{float(row['tokens_per_s']):.0f}" for row in short) in page
+    assert line(f"{row['memory_mb']} MB" for row in short) in page
+    assert short[0]["equal_steps"] == "100"
+    assert f"at most {float(short[1]['off']):.1e} off".replace("e-0", "e-") in page
 
 
 POINTS = ("data:4", "forward:3", "backward:4", "optimizer:2", "evaluation:5", "save:1", "commit:1")
