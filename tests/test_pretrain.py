@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -136,6 +137,28 @@ def test_a_run_resumes_to_the_same_losses(
     assert struck == ["fault: {2} in {0}".format(*each.split(":")) for each in faults]
     assert printed.count("resumed at step") == len(faults)
     assert result(tmp_path, printed) == faultless
+
+
+@pytest.mark.slow
+@pytest.mark.strict
+@pytest.mark.timeout(600)
+def test_muon_with_owners_keeps_the_bits_and_goes_on(tmp_path: Path) -> None:
+    """Under FSDP2 alone: compiled blocks as eager ones, and a run that was saved midway."""
+    options = f"{FAILED} --muon --tp 1"
+    compiled = result(tmp_path / "a", pretrain(tmp_path / "a", options))
+    eager = result(tmp_path / "b", pretrain(tmp_path / "b", f"{options} --compile eager"))
+    shutil.rmtree(tmp_path / "a/8")
+    printed = pretrain(tmp_path / "a", options)
+    assert "resumed at step 6" in printed
+    assert compiled == eager == result(tmp_path / "a", printed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_fp8_trains_like_float32(tmp_path: Path, faultless: Result) -> None:
+    fp8, _ = result(tmp_path, pretrain(tmp_path, f"{FAILED} --fp8"))
+    for step, loss in faultless[0].items():
+        assert float(fp8[step]) == pytest.approx(float(loss), rel=1e-2)
 
 
 @pytest.mark.slow
