@@ -4,10 +4,9 @@ python benchmarks/pretrain.py --out benchmarks/results                 # one GPU
 python benchmarks/pretrain.py --device cpu --ranks 4 --out benchmarks/results
 
 Each variant trains from the same weights on the same text. `pretrain.csv` gets a row for each, with
-its tokens/s (the median of the steps after the first tenth) and its memory; a file for the device,
-`pretrain_losses_DEVICE.csv`, gets a column of losses in full digits. Ranks that share a GPU have no
-NCCL: torch's collectives go through the host there (gloo), so tokens/s of `eager` and `inductor`
-are not those of GPUs with links between them.
+its tokens/s (the median of the steps after the first tenth) and its memory; `pretrain/DEVICE.csv` gets a
+column of losses in full digits. Ranks that share a GPU have no NCCL: torch's collectives go through
+the host there (gloo), so tokens/s of `eager` and `inductor` are not those of GPUs with links.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "memory_mb": max(float(row["memory_mb"]) for row in rows),
                 "last_loss": float(rows[-1]["loss"]),
             }
-            path = out / f"pretrain_losses_{given.device}.csv"
+            path = out / "pretrain" / f"{given.device}.csv"
             columns = keep(path, variant, [row["loss"] for row in rows])
             if "eager" in columns:
                 pairs = [*zip(columns["eager"], columns[variant], strict=True)]

@@ -2,7 +2,7 @@
 
 Above, the loss of all variants, each point the mean of `MEAN_OF` steps; below, the largest
 difference from eager torch among as many steps, relative, on a logarithmic scale. The rows are
-those of benchmarks/results/pretrain_losses_DEVICE.csv, which benchmarks/pretrain.py writes.
+those of benchmarks/results/pretrain/DEVICE.csv, which benchmarks/pretrain.py writes.
 """
 
 from __future__ import annotations
@@ -42,13 +42,12 @@ float32 has, stand at the lower edge as zero does."""
 def curves() -> dict[str, str]:
     """The light and the dark SVG of each device that has losses, by name."""
     pictures: dict[str, str] = {}
-    for path in sorted(RESULTS.glob("pretrain_losses_*.csv")):
-        device = path.stem.rpartition("_")[2]
+    for path in sorted((RESULTS / "pretrain").glob("*.csv")):
         with path.open() as file:
             rows = list(csv.DictReader(file))
         losses = {name: [float(row[name]) for row in rows] for name in LABELS if name in rows[0]}
         for suffix, colours in THEMES.items():
-            pictures[f"pretrain-{device}{suffix}.svg"] = _picture(losses, colours)
+            pictures[f"pretrain-{path.stem}{suffix}.svg"] = _picture(losses, colours)
     return pictures
 
 
