@@ -6,7 +6,7 @@ python benchmarks/pretrain.py --device cpu --ranks 4 --out benchmarks/results
 Each variant trains from the same weights on the same text. `pretrain.csv` gets a row for each, with
 its tokens/s (the median of the steps after the first tenth) and its memory; `pretrain/DEVICE.csv`
 gets a column of losses in full digits. Ranks that share a GPU have no NCCL: torch's collectives go
-through the host there (gloo), so tokens/s of `eager` and `inductor` are not those of GPUs with links.
+through the host there (gloo), so tokens/s of `eager` and `inductor` are not those of linked GPUs.
 """
 
 from __future__ import annotations
