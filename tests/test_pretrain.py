@@ -102,6 +102,9 @@ def test_figures_of_the_page_are_rows() -> None:
     long = [rows[variant, "1000"] for variant in ("interlace", "eager")]
     assert line(f"{row['memory_mb']} MB" for row in long) in page
     assert rows["interlace", "1000"]["equal_steps"] == "1000"
+    with (root / "benchmarks/results/pretrain/cpu.csv").open() as file:
+        losses = [float(row["interlace"]) for row in csv.DictReader(file)]
+    assert f"| {losses[0]:.6f}, {losses[-1]:.6f} |" in page
     short = [rows[variant, "100"] for variant in ("interlace", "inductor", "eager")]
     assert line(f"{float(row['tokens_per_s']):.0f}" for row in short) in page
     assert line(f"{row['memory_mb']} MB" for row in short) in page
