@@ -118,7 +118,7 @@ FAULTS = {
     **{kind: [f"{point}:{kind}" for point in POINTS] for kind in ("kill", "oom")},
     "stop, in a step": [f"{point}:stop" for point in POINTS[:4]],
     "stop, between steps": [f"{point}:stop" for point in POINTS[4:]],
-    "disk": ["save:1:disk", "log:3:disk"],
+    "disk": ["save:2:disk", "log:3:disk"],
 }
 
 
@@ -127,7 +127,7 @@ FAULTS = {
 @pytest.mark.parametrize(
     "faults",
     [
-        pytest.param(["save:1:kill", "forward:3:oom"], id="two"),
+        pytest.param(["save:2:kill", "forward:3:oom"], id="two"),
         *(pytest.param(each, id=name, marks=pytest.mark.slow) for name, each in FAULTS.items()),
     ],
 )
