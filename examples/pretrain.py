@@ -4,7 +4,7 @@
 
 What each part does, and what goes wrong where: docs/tutorial/pretrain.md. `--compile eager` and
 `--compile inductor` run the same by plain torch; with `--parts torch` the loss and the optimizer
-are torch's too. A line that names Interlace can be taken out without the others.
+are torch's too. A line that names something of Interlace's can be taken out without the others.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from operator import call
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +28,21 @@ import torch.nn.functional as F
 from tensor_parallel_llama import shard  # torch's styles, with sequence parallel norms
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim.lr_scheduler import LambdaLR
 from train_llama import DEVICE, Llama, text
 
 import interlace
+from interlace.float8 import Recipe
 from interlace.nn.functional import linear_cross_entropy
-from interlace.optim import AdamW
-
-Sharded = Any
-"""A Model that `fully_shard` has made an FSDPModule too."""
+from interlace.optim import AdamW, LayerWise, Muon, muon_groups
+from interlace.tensor_parallel import parallelize
 
 
 class Model(Llama):
@@ -55,6 +52,7 @@ class Model(Llama):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x: Any = self.tok_embeddings(tokens)  # a DTensor: each rank has a part of the sequence
+        x = x.clone()  # waits for it: else the first block, which would, compiles for itself
         for layer in self.layers:
             x = layer(x)
         x = self.norm(x)
@@ -62,32 +60,40 @@ class Model(Llama):
             logits = self.output(x).float()
             return logits if targets is None else F.cross_entropy(logits.mT, targets)
         weight: Any = self.output.weight
-        x = x.redistribute(placements=[Replicate()]).to_local()
-        return self.loss(x, weight.to_local(), targets)  # this rank's classes
+        if isinstance(x, DTensor):  # this rank has a part of the sequence, and of the classes
+            x, weight = x.redistribute(placements=[Replicate()]).to_local(), weight.to_local()
+        return self.loss(x, weight, targets)
 
 
-def build(dp: DeviceMesh, tp: DeviceMesh, args: argparse.Namespace) -> Sharded:
+def build(dp: DeviceMesh, tp: DeviceMesh, args: argparse.Namespace) -> Any:
     """The model on this rank. Tensor parallel, compiler, checkpoint, FSDP2: in this order."""
     torch.manual_seed(args.seed)
     model = Model(args.dim, args.layers, args.head).to(args.device)
     if args.parts == "interlace":
         model.loss = partial(linear_cross_entropy, group=tp)
-    shard(model, tp)
+    style = partial(parallelize, recipe=Recipe()) if args.fp8 else parallelize_module
+    if tp.size() > 1:
+        shard(model, tp, style)
     precision = MixedPrecisionPolicy(getattr(torch, args.dtype), reduce_dtype=torch.float32)
     layers: Any = model.layers
     for i, block in enumerate(layers):
-        if args.compile == "interlace":
-            block.compile(backend="interlace", fullgraph=True, options={"trace": True})
+        if args.compile == "interlace" and not args.fp8:  # whose layers overlap by themselves
+            block.compile(backend="interlace", fullgraph=True, options=args.options)
         elif args.compile == "inductor":
             block.compile(fullgraph=True)
-        if args.checkpoint and i % args.checkpoint == 0:  # selective: every n-th block
-            block = checkpoint_wrapper(block)
+        if (
+            args.checkpoint
+        ):  # of every n-th block; the others get the wrapper, so one class compiles
+            block = checkpoint_wrapper(block, checkpoint_fn=call if i % args.checkpoint else None)
         layers[i] = fully_shard(block, mesh=dp, mp_policy=precision)
     return fully_shard(model, mesh=dp, mp_policy=precision)
 
 
-def optimizer_of(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
-    """AdamW. Interlace's keeps its states in bfloat16, torch's in the parameters' type."""
+def optimizer_of(model: nn.Module, dp: DeviceMesh, args: argparse.Namespace) -> Any:
+    """AdamW; Interlace's keeps its states in bfloat16. Or Muon, whose matrices have owners."""
+    if args.muon:
+        muon = Muon(muon_groups(model), lr=20 * args.lr, adamw={"lr": args.lr})
+        return LayerWise(muon, model, dp)
     if args.parts == "interlace":
         states: Any = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
         return AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), **states)
@@ -100,9 +106,6 @@ def rate(step: int, steps: int) -> float:
     return min((step + 1) / warm, 0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
-# data
-
-
 def micro_batches(data: Tensor, step: int, dp: DeviceMesh, args: Any) -> Iterator[Tensor]:
     """Yields this rank's sequences of a step. They depend on the step alone, so a resumed run
     sees what it would have seen; so does their length, of which there are few."""
@@ -113,10 +116,7 @@ def micro_batches(data: Tensor, step: int, dp: DeviceMesh, args: Any) -> Iterato
         yield torch.stack([data[i : i + length + 1] for i in row]).long().to(args.device)
 
 
-# one step, and what follows all steps
-
-
-def train_step(model: Sharded, batches: list[Tensor], optimizer: Any) -> tuple[Tensor, Tensor]:
+def train_step(model: Any, batches: list[Tensor], optimizer: Any) -> tuple[Tensor, Tensor]:
     """The mean loss of this rank's micro-batches, and the norm of all gradients."""
     total = torch.zeros((), device=batches[0].device)
     for i, tokens in enumerate(batches, 1):
@@ -131,25 +131,24 @@ def train_step(model: Sharded, batches: list[Tensor], optimizer: Any) -> tuple[T
 
 
 @torch.no_grad()
-def blend(average: Sharded, model: Sharded, share: float) -> None:
+def blend(average: Any, model: Any, share: float) -> None:
     """Moves the average of weights towards the weights: shards alone, no communication."""
     for kept, new in zip(average.parameters(), model.parameters(), strict=True):
         kept.to_local().lerp_(new.to_local(), share)
 
 
 @torch.no_grad()
-def evaluate(model: Sharded, data: Tensor, dp: DeviceMesh, args: Any) -> float:
+def evaluate(model: Any, data: Tensor, dp: DeviceMesh, args: Any) -> float:
     """Mean loss over text that was held out; of length and batch as in training."""
-    losses = []
-    for i in range(4):
-        for tokens in micro_batches(data, i * len(args.lengths), dp, args):
-            losses.append(model(tokens[:, :-1], tokens[:, 1:]))
+    steps = range(0, 4 * len(args.lengths), len(args.lengths))
+    batches = (tokens for step in steps for tokens in micro_batches(data, step, dp, args))
+    losses = [model(tokens[:, :-1], tokens[:, 1:]) for tokens in batches]
     model.reshard()  # without a backward the root's weights stay whole, and `blend` needs shards
     return mean(torch.stack(losses).mean(), dp)
 
 
 @torch.no_grad()
-def generate(model: Sharded, tokens: Tensor) -> str:
+def generate(model: Any, tokens: Tensor) -> str:
     """The first row, its second half replaced by the likeliest bytes."""
     tokens = tokens.clone()
     for i in range(tokens.shape[1] // 2, tokens.shape[1]):
@@ -164,15 +163,13 @@ def mean(loss: Tensor, dp: DeviceMesh) -> float:
     return loss.item() / dp.size()
 
 
-# checkpoints
-
-
 def state_of(model: Any, average: Any, optimizer: Any, schedule: LambdaLR) -> dict[str, Any]:
     """All that a resumed run needs."""
+    stateful = isinstance(optimizer, LayerWise)  # DCP then saves and loads it by its own methods
     return {
-        "model": get_model_state_dict(model),
-        "average": get_model_state_dict(average),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "model": states.get_model_state_dict(model),
+        "average": states.get_model_state_dict(average),
+        "optimizer": optimizer if stateful else states.get_optimizer_state_dict(model, optimizer),
         "schedule": schedule.state_dict(),
     }
 
@@ -196,20 +193,19 @@ def resume(folder: Path, model: Any, average: Any, optimizer: Any, schedule: Lam
         return 0
     state = state_of(model, average, optimizer, schedule)
     dcp.load(state, checkpoint_id=found[-1])
-    set_model_state_dict(model, state["model"])
-    set_model_state_dict(average, state["average"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    states.set_model_state_dict(model, state["model"])
+    states.set_model_state_dict(average, state["average"])
+    if not isinstance(optimizer, LayerWise):
+        states.set_optimizer_state_dict(model, optimizer, state["optimizer"])
     schedule.load_state_dict(state["schedule"])
     return int(found[-1].name)
 
 
-# the run
-
-
 def memory_mb(device: str) -> float:
-    """The most memory that this rank took: of the GPU, or of the process."""
+    """Memory in use on this rank's GPU, by all ranks that share it; or the process' peak."""
     if device == "cuda":
-        return torch.cuda.max_memory_allocated() / 1e6
+        free, whole = torch.cuda.mem_get_info()
+        return (whole - free) / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
@@ -222,15 +218,19 @@ def hidden(model: nn.Module) -> str:
 
 def run(mesh: DeviceMesh, args: argparse.Namespace) -> None:
     """Trains, saves, resumes, and at the end evaluates and writes text."""
-    leads, data = dist.get_rank() == 0, text(4 << 20)
+    leads, data, losses = dist.get_rank() == 0, text(4 << 20), args.folder / "losses.csv"
     learned, held_out = data[: -len(data) // 16], data[-len(data) // 16 :]
     dp, tp = mesh["dp"], mesh["tp"]  # once: guards of compiled blocks compare meshes by identity
     model, average = build(dp, tp, args), build(dp, tp, args)  # alike, each with FSDP2's own state
-    optimizer = optimizer_of(model, args)
-    schedule = LambdaLR(optimizer, lambda step: rate(step, args.steps))
+    optimizer = optimizer_of(model, dp, args)
+    inner = getattr(optimizer, "optimizer", optimizer)  # that of LayerWise, which has the rates
+    schedule = LambdaLR(inner, lambda step: rate(step, args.steps))
     first = resume(args.folder, model, average, optimizer, schedule)
     if leads and first:
         print(f"resumed at step {first}", flush=True)
+    if leads and losses.exists():  # of steps that are repeated no row stays
+        rows = losses.read_text().splitlines(keepends=True)
+        losses.write_text("".join(rows[:first]))
     for step in range(first + 1, args.steps + 1):
         began = time.perf_counter()
         batches = list(micro_batches(learned, step, dp, args))
@@ -241,20 +241,20 @@ def run(mesh: DeviceMesh, args: argparse.Namespace) -> None:
         took = time.perf_counter() - began
         if leads:
             tokens = len(batches) * batches[0][:, 1:].numel() * dp.size()
-            line = f"step {step:5}  loss {loss:.6f}  norm {norm:.3f}  {tokens / took:8.0f} tokens/s"
+            speed, memory = round(tokens / took), round(memory_mb(args.device))
+            line = f"step {step:5}  loss {loss:.6f}  norm {norm:.3f}  {speed:8} tokens/s"
             if step % args.every == 0:
-                line += f"  {memory_mb(args.device):.0f} MB  hidden {hidden(model)}"
+                line += f"  {memory} MB  hidden {hidden(model)}"
             print(line, flush=True)
-            with (args.folder / "losses.csv").open("a") as file:
-                file.write(f"{step},{loss!r},{tokens / took:.0f}\n")
-        if step % args.save_every == 0 or step == args.steps:
-            save(args.folder, step, state_of(model, average, optimizer, schedule))
+            with losses.open("a") as file:
+                file.write(f"{step},{loss!r},{speed},{memory}\n")
         if step % args.evaluate_every == 0 or step == args.steps:
             found = [evaluate(each, held_out, dp, args) for each in (model, average)]
             if leads:
                 print("held out: {:.6f}, by the average {:.6f}".format(*found), flush=True)
-    prompt = next(micro_batches(held_out, 0, dp, args))[:, :-1]
-    written = generate(average, prompt)
+        if step % args.save_every == 0 or step == args.steps:
+            save(args.folder, step, state_of(model, average, optimizer, schedule))
+    written = generate(average, next(micro_batches(held_out, 0, dp, args))[:, :-1])
     if leads:
         print(f"generated: {written!r}")
 
@@ -262,11 +262,12 @@ def run(mesh: DeviceMesh, args: argparse.Namespace) -> None:
 @record  # torchrun prints the error of the rank that failed first
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--compile", choices=("interlace", "inductor", "eager"), default="interlace"
-    )
+    compilers = ("interlace", "inductor", "eager")
+    parser.add_argument("--compile", choices=compilers, default=compilers[0])
     parser.add_argument("--parts", choices=("interlace", "torch"), default="interlace")
     parser.add_argument("--device", default=DEVICE, help="cpu or cuda (%(default)s here)")
+    parser.add_argument("--fp8", action="store_true", help="blocks' matmuls, and what they gather")
+    parser.add_argument("--muon", action="store_true", help="needs --tp 1")
     parser.add_argument("--dtype", default="float32", help="of matmuls; reductions are float32")
     parser.add_argument("--folder", type=Path, default=Path("pretrain"), help="checkpoints, losses")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 96], help="in turn")
@@ -280,12 +281,17 @@ def main() -> None:
     parser.add_argument("--decay", type=float, default=0.98, help="of the average of weights")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    patience = timedelta(seconds=args.timeout)  # for a rank that stalls
-    dist.init_process_group("gloo" if args.device == "cpu" else "nccl", timeout=patience)
+    patience = timedelta(seconds=args.timeout)  # with a rank that stalls
+    shared = args.device == "cuda" and DEVICE == "cpu"  # ranks share a GPU, which NCCL refuses
+    dist.init_process_group("gloo" if "cpu" in (args.device, DEVICE) else "nccl", timeout=patience)
+    args.options = {"trace": True, **({"transport": "peer"} if shared else {})}
     if args.device == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     shape = dist.get_world_size() // args.tp, args.tp
-    run(init_device_mesh(args.device, shape, mesh_dim_names=("dp", "tp")), args)
+    mesh = init_device_mesh(args.device, shape, mesh_dim_names=("dp", "tp"))
+    for axis in ("dp", "tp"):  # its groups wait for half an hour else, as Interlace does with them
+        set_timeout(patience, mesh.get_group(axis))
+    run(mesh, args)
     interlace.release()
     dist.destroy_process_group()
 

@@ -33,8 +33,13 @@ DEVICE = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE
 LAYERS, DIM, HEAD, BATCH, SEQUENCE = 1, 128, 16, 2, 256
 
 
-def shard(model: Llama, mesh: DeviceMesh) -> None:
-    """Tensor parallel matmuls; norms and residuals hold a part of the sequence each."""
+def shard(
+    model: Llama, mesh: DeviceMesh, style: Callable[..., object] = parallelize_module
+) -> None:
+    """Tensor parallel matmuls; norms and residuals hold a part of the sequence each.
+
+    `style` puts the plan of a block in place: torch's function, or `interlace.parallelize`.
+    """
     part, whole = Shard(1), Replicate()
     plan = {
         "tok_embeddings": RowwiseParallel(
@@ -54,7 +59,7 @@ def shard(model: Llama, mesh: DeviceMesh) -> None:
         "feed_forward.w2": RowwiseParallel(output_layouts=part, use_local_output=False),
     }
     for layer in model.layers:
-        parallelize_module(layer, mesh, of_a_block)
+        style(layer, mesh, of_a_block)
     parallelize_module(model, mesh, plan)
 
 

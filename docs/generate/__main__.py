@@ -9,6 +9,7 @@ bugs.py             explanation/public-bugs.md, from tests/golden/bugs/
 measurements.py     explanation/measurements.md, from benchmarks/results/
 layers.py           layers.svg, the picture of the home page: measured bars
 pictures.py         explanation/*.svg: what the simulator predicts for each strategy
+curves.py           tutorial/pretrain-*.svg: losses of the pretraining example, measured
 markdown_table.py   a table
 """
 
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from bugs import bugs_page
 from commands import cli_page, options_page
+from curves import curves
 from layers import layer_bars
 from measurements import measurements_page
 from ops import ops_page
@@ -37,6 +39,7 @@ def main() -> int:
         "explanation/measurements.md": measurements_page(),
         **layer_bars(),
         **{f"explanation/{name}": text for name, text in pictures().items()},
+        **{f"tutorial/{name}": text for name, text in curves().items()},
     }
     stale = [n for n, t in texts.items() if not (DOCS / n).exists() or (DOCS / n).read_text() != t]
     if "--check" in sys.argv[1:]:
