@@ -94,7 +94,7 @@ TORCHTITAN = {"torchtitan_llama": (2, ["overlapped", "losses differ from stock t
 """By script: ranks, and what rank 0 prints among other things."""
 
 
-def run_script(script: str, port: int) -> str:
+def run_script(script: str, port: int, *options: str) -> str:
     """The printed text of a script on a rank whose environment is as under torchrun."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     dist.destroy_process_group()
@@ -105,7 +105,10 @@ def run_script(script: str, port: int) -> str:
         **{"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"},
     )
     sys.path.insert(0, str(EXAMPLES))
-    with mock.patch.object(sys, "argv", [script]), redirect_stdout(io.StringIO()) as printed:
+    with (
+        mock.patch.object(sys, "argv", [script, *options]),
+        redirect_stdout(io.StringIO()) as printed,
+    ):
         runpy.run_path(script, run_name="__main__")
     return printed.getvalue()
 
@@ -129,6 +132,29 @@ def test_an_example_runs_and_agrees(pool: Pool, name: str) -> None:
     printed = pool(ranks).run(run_script, script, store.port, timeout_s=140.0, replace=True)[0]
     for part in told:
         assert part in printed
+
+
+SMALL = "--check --rows 5 --requests 12 --rate 1 --layers 1 --dim 32 --length 32 --new 8 --block 8"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--piece 16",
+        pytest.param("--piece 8 --cache static --pieces changing", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timeout(200)
+def test_requests_are_served_without_a_compilation(pool: Pool, options: str) -> None:
+    """Eager's tokens, by steps of 1 to 5 rows that the warm-up has compiled."""
+    script = str(EXAMPLES / "serve.py")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = (*SMALL.split(), *options.split())
+    ran = pool(2).run(run_script, script, store.port, *given, timeout_s=190, replace=True)
+    assert "1 to 5 rows a step" in ran[0]
+    assert "compiled: 3 graphs" in ran[0]
+    assert "in the warm-up, 0 0 after it" in ran[0]
+    assert "tokens equal eager's" in ran[0]
 
 
 def test_hugging_face_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
