@@ -7,20 +7,25 @@ import importlib.util
 import io
 import json
 import os
+import random
 import runpy
 import subprocess
 import sys
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from tests.support.pool import Pool
+from torch.distributed.device_mesh import init_device_mesh
 from typer.testing import CliRunner
 
 from interlace.cli import app
+from interlace.frontend.backend import backend
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ENVIRON = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
@@ -155,6 +160,46 @@ def test_requests_are_served_without_a_compilation(pool: Pool, options: str) -> 
     assert "compiled: 3 graphs" in ran[0]
     assert "in the warm-up, 0 0 after it" in ran[0]
     assert "tokens equal eager's" in ran[0]
+
+
+def each_number_of_rows(most: int) -> tuple[list[int], list[int]]:
+    """Numbers of rows whose tokens are not eager's, and how many Programs there are when the
+    warm-up is done, and at the end."""
+    sys.path.insert(0, str(EXAMPLES))
+    serve: Any = importlib.import_module("serve")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    model = serve.Model(32, 1, 8)
+    serve.shard(model, mesh)
+    step = torch.compile(model, backend="interlace", fullgraph=True, dynamic=False)
+    sizes = {"length": 16, "block": 8, "piece": 8, "layers": 1, "head": 8, "rows": most}
+    args = SimpleNamespace(cache="paged", pieces="fixed", **sizes)
+    wrong: list[int] = []
+    with torch.inference_mode():
+        ours, eager = (serve.Server(call, 2, args) for call in (step, model))
+        ours.warm_up()
+        programs = [sum(len(graph.bound) for graph in backend.graphs)]
+        for rows in random.Random(0).sample(range(1, most + 1), most):
+            of = [
+                serve.Request([i % 256] * 8, 8, 9, 0.0, [1 + 2 * i, 2 + 2 * i]) for i in range(rows)
+            ]
+            for request in of:
+                request.known = 7  # and what is cached of it, zeros at first, is alike in both
+            first = eager.run(of, 1)
+            for request in of:
+                request.known = 7
+            wrong += [rows] if ours.run(of, 1) != first else []
+        programs.append(sum(len(graph.bound) for graph in backend.graphs))
+    torch.compiler.reset()
+    return wrong, programs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_1_to_256_rows_are_decoded_without_a_compilation(pool: Pool) -> None:
+    """In any order: 9 Programs of rows and that of a piece serve all of them."""
+    for ran in pool(2).run(each_number_of_rows, 256, timeout_s=190):
+        assert ran == ([], [10, 10])
 
 
 def test_hugging_face_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

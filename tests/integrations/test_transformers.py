@@ -211,9 +211,9 @@ def lengths(seed: int) -> tuple[list[int], str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_prompts_of_many_lengths_share_a_prefill(pool: Pool, seed: int) -> None:
-    for counts, failed in pool(2).run(lengths, seed, timeout_s=190):
+    for counts, failed in pool(2).run(lengths, seed, timeout_s=290):
         assert counts == [2, 1, 0]
         assert "unhashable type: non-nested SymInt" in failed
 
