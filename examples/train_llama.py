@@ -15,6 +15,7 @@ import os
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,8 +86,8 @@ class Block(nn.Module):
         self.attention_norm, self.ffn_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
         self.attention, self.feed_forward = Attention(dim, head), FeedForward(dim, 3 * dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), *more)
         return x + self.feed_forward(self.ffn_norm(x))
 
 

@@ -7,20 +7,25 @@ import importlib.util
 import io
 import json
 import os
+import random
 import runpy
 import subprocess
 import sys
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from tests.support.pool import Pool
+from torch.distributed.device_mesh import init_device_mesh
 from typer.testing import CliRunner
 
 from interlace.cli import app
+from interlace.frontend.backend import backend
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ENVIRON = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
@@ -94,7 +99,7 @@ TORCHTITAN = {"torchtitan_llama": (2, ["overlapped", "losses differ from stock t
 """By script: ranks, and what rank 0 prints among other things."""
 
 
-def run_script(script: str, port: int) -> str:
+def run_script(script: str, port: int, *options: str) -> str:
     """The printed text of a script on a rank whose environment is as under torchrun."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     dist.destroy_process_group()
@@ -105,7 +110,10 @@ def run_script(script: str, port: int) -> str:
         **{"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"},
     )
     sys.path.insert(0, str(EXAMPLES))
-    with mock.patch.object(sys, "argv", [script]), redirect_stdout(io.StringIO()) as printed:
+    with (
+        mock.patch.object(sys, "argv", [script, *options]),
+        redirect_stdout(io.StringIO()) as printed,
+    ):
         runpy.run_path(script, run_name="__main__")
     return printed.getvalue()
 
@@ -129,6 +137,67 @@ def test_an_example_runs_and_agrees(pool: Pool, name: str) -> None:
     printed = pool(ranks).run(run_script, script, store.port, timeout_s=140.0, replace=True)[0]
     for part in told:
         assert part in printed
+
+
+SMALL = "--check --rows 5 --requests 12 --rate 1 --layers 1 --dim 32 --length 32 --new 8 --block 8"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--piece 16",
+        pytest.param("--piece 8 --cache static --pieces changing", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timeout(200)
+def test_requests_are_served_without_a_compilation(pool: Pool, options: str) -> None:
+    """Eager's tokens, by steps of 1 to 5 rows that the warm-up has compiled."""
+    script = str(EXAMPLES / "serve.py")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = (*SMALL.split(), *options.split())
+    ran = pool(2).run(run_script, script, store.port, *given, timeout_s=190, replace=True)
+    assert "1 to 5 rows a step" in ran[0]
+    assert "compiled: 3 graphs" in ran[0]
+    assert "in the warm-up, 0 0 after it" in ran[0]
+    assert "tokens equal eager's" in ran[0]
+
+
+def each_number_of_rows(most: int) -> tuple[list[int], list[int]]:
+    """Numbers of rows whose tokens are not those of eager's `most` rows, and how many Programs
+    there are when the warm-up is done, and at the end."""
+    sys.path.insert(0, str(EXAMPLES))
+    serve: Any = importlib.import_module("serve")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    model = serve.Model(32, 1, 8)
+    serve.shard(model, mesh)
+    step = torch.compile(model, backend="interlace", fullgraph=True, dynamic=False)
+    sizes = {"length": 16, "block": 8, "piece": 8, "layers": 1, "head": 8, "rows": most}
+    args = SimpleNamespace(cache="paged", pieces="fixed", **sizes)
+    wrong: list[int] = []
+    with torch.inference_mode():
+        ours, eager = (serve.Server(call, 2, args) for call in (step, model))
+        ours.warm_up()
+        programs = [sum(len(graph.bound) for graph in backend.graphs)]
+        requests = [serve.Request([i] * 8, 8, 9, 0.0, [1 + 2 * i, 2 + 2 * i]) for i in range(most)]
+        tokens: list[int] = []
+        for rows in (most, *random.Random(0).sample(range(1, most + 1), most)):
+            for request in requests:
+                request.known = 7
+            found = (ours if tokens else eager).run(requests[:rows], 1)
+            tokens = tokens or found
+            wrong += [rows] if found != tokens[:rows] else []
+        programs.append(sum(len(graph.bound) for graph in backend.graphs))
+    torch.compiler.reset()
+    return wrong, programs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_1_to_256_rows_are_decoded_without_a_compilation(pool: Pool) -> None:
+    """In any order: 9 Programs of rows and that of a piece serve all of them."""
+    for ran in pool(2).run(each_number_of_rows, 256, timeout_s=290):
+        assert ran == ([], [10, 10])
 
 
 def test_hugging_face_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

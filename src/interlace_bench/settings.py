@@ -39,7 +39,7 @@ LAYERS = (
 """`inductor` and `interlace` are backends of `torch.compile`; `-graph`: in CUDA graphs."""
 FLOAT8_LAYERS = ("layers-fp8", "compile-fp8", "compile-fp8-graph")
 TRANSFORMERS = (
-    *("eager", "inductor", "inductor-graph", "async-tp"),
+    *("eager", "inductor", "inductor-graph", "async-tp", "dist-gemm"),
     *("compile", "layers", "compile-graph", *FLOAT8_LAYERS, "ideal"),
 )
 FORMS = ("whole", "blocks", "whole+checkpoint", "blocks+checkpoint")

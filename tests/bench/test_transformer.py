@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +18,11 @@ from typer.testing import CliRunner
 
 from interlace.cli import app
 from interlace.demo.model import Plain
+from interlace.errors import UnsupportedError
 from interlace.float8 import Recipe
 from interlace_bench.layers.models import (
     MODELS,
+    DistGemm,
     Gathered,
     Layers,
     NoCommunication,
@@ -68,6 +73,40 @@ def test_ways_train_alike_and_rows_tell_what_overlap_gains(
         assert math.isnan(row["exposed_ms"]), "nor did the ideal"
         assert row["commit"]
         assert math.isfinite(row["peak_bytes"] + row["rest_bytes"]), "of this process"
+
+
+def dist_gemm_off() -> tuple[str, float]:
+    """The refusal on a CPU, and how far torchtitan's functions are off by torch's plain fallbacks
+    of the fused operators, whose kernels need GPUs."""
+    plain: Any = importlib.import_module("torch.distributed._symmetric_memory")
+    linear: Any = importlib.import_module("torchtitan.distributed.linear")
+    here_alone = torch.library.Library("symm_mem", "IMPL")
+    for name in ("all_gather_matmul", "matmul_reduce_scatter"):
+        here_alone.impl(f"fused_{name}", getattr(plain, f"_fused_{name}_fallback"), "CPU")
+    given: Any = {"model": "tiny", "sequence": 32, "batch": 2, "dtype": "f32"}
+    trained = LayerVariants(TransformerSettings(**given), here(CPU))
+    with pytest.raises(UnsupportedError) as refused:
+        trained._training("dist-gemm")
+    training = trained._on_shards(DistGemm(trained._group, linear))
+    original = torch.mm
+
+    def mm(a: torch.Tensor, b: torch.Tensor, out_dtype: object = None) -> torch.Tensor:
+        return original(a, b)  # of the same dtype, f32; torch has the other on GPUs alone
+
+    with mock.patch.object(torch, "mm", mm):
+        found = training.results(*trained.sets[0])
+    return str(refused.value), trained._off(found, trained._known, None)
+
+
+@pytest.mark.torchtitan
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed"
+)
+def test_dist_gemm_computes_what_eager_does(pool: Pool) -> None:
+    """Of two sequences: their rows are gathered position by position."""
+    for refusal, off in pool(2).run(dist_gemm_off, timeout_s=110):
+        assert refusal == "dist-gemm needs GPUs"
+        assert off <= LIMIT
 
 
 def forms() -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
+import itertools
 import logging
 import re
 import sys
@@ -25,12 +26,14 @@ from tests.support.hugging_face import (
 )
 from tests.support.pool import Pool
 from torch import nn
+from torch._dynamo.exc import TorchRuntimeError
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import interlace
 from interlace.errors import InputError, UnsupportedError
 from interlace.float8 import Recipe
+from interlace.frontend.backend import backend
 from interlace.tensor_parallel import parallelize, styles
 
 pytestmark = pytest.mark.skipif(
@@ -124,6 +127,95 @@ def used(folder: str, seed: int) -> list[str]:
 def test_a_loaded_model_is_compiled_and_saved(pool: Pool, tmp_path: Path, seed: int) -> None:
     for wrong in pool(2).run(used, str(tmp_path), seed, timeout_s=140):
         assert not wrong
+
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+STATIC = GREEDY | {"cache_implementation": "static", "max_cache_len": 32}
+
+
+def graphs_of(model: Any, whole: Any, prompts: list[torch.Tensor], given: Any) -> list[int]:
+    """How many graphs each call of `generate` compiles; its tokens are those of the whole model."""
+    counts = [len(backend.graphs)]
+    for tokens in prompts:
+        text = model.generate(tokens, **given)
+        assert torch.equal(text, whole.generate(tokens, **GREEDY))
+        counts.append(len(backend.graphs))
+    return [after - before for before, after in itertools.pairwise(counts)]
+
+
+GRAPHS = {"wrapper": [0, 0], "in place": [2, 0], "by transformers": [1, 0], "growing": [3, 0]}
+"""How many graphs two calls of `generate` compile, by how the model is compiled."""
+
+
+def generated(folder: str, seed: int, ways: list[str]) -> dict[str, list[int]]:
+    """The same as found, for some of them."""
+    torch.manual_seed(seed)
+    whole = model_of("Llama", num_hidden_layers=1, vocab_size=VOCABULARY + 1)
+    tokens = [torch.randint(1, VOCABULARY, (2, 7))] * 2
+    model = loaded(folder, whole.eval()).eval()
+    configs: Any = importlib.import_module("transformers")
+    steps = configs.CompileConfig(backend="interlace", mode=None)
+    steps._compile_all_devices = True  # as on GPUs
+    counts: dict[str, list[int]] = {}
+    for way in ways:
+        torch.compiler.reset()  # else lengths are symbols from the start
+        compiled: Any = torch.compile(model, backend="interlace") if way == "wrapper" else model
+        if way in ("in place", "growing"):
+            model.compile(backend="interlace")
+            steps.backend = "eager"  # not taken: the steps are compiled in place
+        given = GREEDY if way == "growing" else STATIC
+        if way in ("in place", "by transformers"):
+            given = given | {"compile_config": steps}
+        counts[way] = graphs_of(compiled, whole, tokens, given)
+    torch.compiler.reset()
+    return counts
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ["wrapper", "in place"],
+        pytest.param(["by transformers", "growing"], marks=pytest.mark.slow),
+    ],
+    ids=", ".join,
+)
+def test_generate_compiles_what_is_compiled_in_place(
+    pool: Pool, tmp_path: Path, seed: int, ways: list[str]
+) -> None:
+    """As the page says: the prefill and the steps, once."""
+    for counts in pool(2).run(generated, str(tmp_path), seed, ways, timeout_s=190):
+        assert counts == {way: GRAPHS[way] for way in ways}
+
+
+def lengths(seed: int) -> tuple[list[int], str]:
+    """How many graphs prompts of three lengths compile where the head is whole; what happens to
+    the second one where the plan cuts it."""
+    torch.manual_seed(seed)
+    whole = model_of("Llama", num_hidden_layers=1).eval()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    prompts = [torch.randint(1, VOCABULARY, (2, size)) for size in (7, 9, 12)]
+    model, cut = copy.deepcopy(whole), copy.deepcopy(whole)
+    plan = {name: word for name, word in whole.tp_plan.items() if name != "lm_head"}
+    parallelize(model, mesh, plan)
+    parallelize(cut, mesh)
+    model.compile(backend="interlace")
+    counts = graphs_of(model, whole, prompts, STATIC)
+    torch.compiler.reset()
+    cut.compile(backend="eager")
+    cut.generate(prompts[0], **STATIC)
+    with pytest.raises(TorchRuntimeError) as failed:
+        cut.generate(prompts[1], **STATIC)
+    torch.compiler.reset()
+    return counts, str(failed.value)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_prompts_of_many_lengths_share_a_prefill(pool: Pool, seed: int) -> None:
+    for counts, failed in pool(2).run(lengths, seed, timeout_s=290):
+        assert counts == [2, 1, 0]
+        assert "unhashable type: non-nested SymInt" in failed
 
 
 def summed(seed: int) -> list[str]:

@@ -87,10 +87,11 @@ BENCHMARKS = (
 
         Tensor parallel, with sequence parallelism, on all ranks. The ways, in turn on equal
         weights: eager DTensor; inductor and inductor-graph (torch.compile with NCCL, and in CUDA
-        graphs); async-tp; compile, compile-graph and layers (ours: the backend of torch.compile,
-        the same in CUDA graphs, and interlace.nn.functional); layers-fp8, compile-fp8 and
-        compile-fp8-graph (interlace.nn.functional with a recipe, and that compiled by our
-        backend); ideal (no communication).
+        graphs); async-tp; dist-gemm (torchtitan's, eager, where torchtitan is installed); compile,
+        compile-graph and layers (ours: the backend of torch.compile, the same in CUDA graphs, and
+        interlace.nn.functional); layers-fp8, compile-fp8 and compile-fp8-graph
+        (interlace.nn.functional with a recipe, and that compiled by our backend); ideal (no
+        communication).
         """,
         columns="""
         layers: {layers} {form} | way: {way} | fwd: {forward_ms:.3f} | bwd: {backward_ms:.3f} |

@@ -99,6 +99,44 @@ class Overlapped(Plain):
         return {"group": self.group, "dim": 1, **options}
 
 
+@dataclass(frozen=True)
+class DistGemm(Plain):
+    """torchtitan's `dist_gemm`: gathers and scatters of the sequence inside of its matmuls."""
+
+    group: dist.ProcessGroup
+    functions: Any
+    """The module `torchtitan.distributed.linear`."""
+
+    def column(self, x: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
+        """Gathers x once. torchtitan has one weight for q, k and v, which are three here."""
+        weights, rows, how = [each.weight for each in linears], _rows(x), self._how
+        if len(weights) == 2:
+            made = self.functions.AllGatherLinearMulti.apply(rows, *weights, *how)
+        else:
+            y = self.functions.AllGatherLinear.apply(rows, torch.cat(weights), None, *how)
+            made = y.split([len(weight) for weight in weights], dim=1)
+        return [_sequences(y, len(x)) for y in made]
+
+    def row(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        """Scatters the sum."""
+        y = self.functions.LinearReduceScatter.apply(_rows(x), linear.weight, None, *self._how)
+        return _sequences(y, len(x))
+
+    @property
+    def _how(self) -> tuple[dist.ProcessGroup, str]:
+        return self.group, self.group.group_name
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[batch, sequence, dim] as rows, the first positions of all sequences first: ranks hold parts
+    of the sequence, and what they gather and scatter are blocks of rows."""
+    return x.transpose(0, 1).flatten(0, 1)
+
+
+def _sequences(rows: Tensor, batch: int) -> Tensor:
+    return rows.unflatten(0, (-1, batch)).transpose(0, 1)
+
+
 class NoCommunication(Plain):
     """The same local computation without communication: what a gather would bring is there."""
 

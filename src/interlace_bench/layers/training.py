@@ -39,9 +39,11 @@ from interlace.demo.train import registered
 from interlace.errors import UnsupportedError
 from interlace.float8 import Recipe
 from interlace.launch import Tell
+from interlace_bench.kernels.case import needed
 from interlace_bench.layers.inference import apart
 from interlace_bench.layers.models import (
     MODELS,
+    DistGemm,
     Gathered,
     NoCommunication,
     Overlapped,
@@ -334,7 +336,7 @@ class LayerVariants:
         match name:
             case "inductor":
                 return self._compiled(eager)
-            case "inductor-graph" | "async-tp" if not self.ranks.cuda:
+            case "inductor-graph" | "async-tp" | "dist-gemm" if not self.ranks.cuda:
                 raise UnsupportedError(f"{name} needs GPUs")
             case "inductor-graph":
                 return self._compiled(eager, CUDA_GRAPHS)
@@ -342,6 +344,11 @@ class LayerVariants:
                 assert_no_multicast(self.ranks.device)
                 enable_symmetric_memory(self._group)
                 return self._compiled(eager, ASYNC_TP)
+            case "dist-gemm":
+                functions = needed("torchtitan.distributed.linear", "torchtitan", self.ranks.device)
+                assert_no_multicast(self.ranks.device)
+                enable_symmetric_memory(self._group)
+                return self._on_shards(DistGemm(self._group, functions))
             case "compile" | "compile-graph":
                 return self._compiled(eager, in_graphs, backend=registered())
             case "layers" | "layers-fp8":
@@ -364,8 +371,10 @@ class LayerVariants:
         return dataclasses.replace(training, forward=layers.mapped(run))
 
     def _layers(self, options: dict[str, Any], recipe: Recipe | None) -> Training:
+        return self._on_shards(Overlapped(self._group, options, recipe))
+
+    def _on_shards(self, maps: Plain) -> Training:
         copied = [weight for key, weight in self._shards.items() if "norm" in key]
-        maps = Overlapped(self._group, options, recipe)
         return self._local(maps, lambda: self._sum(copied))
 
     def _local(self, maps: Plain, summed: Callable[[], None] = lambda: None) -> Training:
