@@ -43,6 +43,7 @@ from interlace.frontend.importing.nodes import (
     live_nodes,
     location,
     made,
+    origin,
     output_nodes,
     parameter_name,
 )
@@ -392,6 +393,8 @@ class Importer:
             same = box.dtype == dtype_of(value.dtype)
             found = self.viewed(source, sizes_of(value.shape)) if same else None
             return found or empty(source, buffer, value)
+        if name == "aten.as_strided.default":
+            self.check_storage(node)
         rule, as_traced = RULES.get(name), same_layout(box, like)
         steps = rule([None, *map(self.arg, args[1:])], box, value) if rule else ()
         by_strides = as_traced and name not in RESHAPES
@@ -399,6 +402,19 @@ class Importer:
         if found is None and by_strides:
             found = extend(source, buffer, strided(box, like, value), value)
         return found
+
+    def check_storage(self, node: fx.Node) -> None:
+        """Refuses an `as_strided` of what may be an input that was written before: it counts in the
+        storage of the input, and in the graph in that of a copy, which is laid out otherwise."""
+        made, counts = origin(node.args[0]), bound(node)[-1] is not None
+        for target in self.in_place.targets if made.op != "placeholder" else ():
+            like, own = self.value(target), self.value(made)
+            dense = own.is_contiguous() and like.is_contiguous()
+            same = dense or (own.shape, own.stride()) == (like.shape, like.stride())
+            if like.nbytes == own.nbytes and not (same and not (counts and like.storage_offset())):
+                why = "it counts in the storage of an input that is written, and is a part of that"
+                fix = "Index the input instead, or give the function a contiguous clone of it"
+                raise self.unsupported(node, why, fix)
 
     def split(self, node: fx.Node, source: View) -> tuple[View, ...]:
         """The views of `source` that a node is."""

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from interlace.frontend.importing.nodes import bound, is_view
+from interlace.frontend.importing.nodes import bound, is_view, written_inputs
 from interlace.frontend.importing.normalise import NORMALISERS
 from interlace.frontend.importing.views import RULES, SPLITS, extend, same_box
 from interlace.ir import Box, Call, View
@@ -73,21 +73,16 @@ class InPlace:
 
     def __init__(self, imp: Importer) -> None:
         self.imp = imp
-        self.targets: list[fx.Node] = []
+        self._finals = written_inputs(imp.gm.graph)
+        self.targets = list(self._finals.values())
         """Inputs that the graph writes."""
         self.places: dict[fx.Node, Place] = {}
-        self._chains: dict[fx.Node, set[fx.Node]] = {}
+        self._chains = {target: _chain(node.args[1]) for node, target in self._finals.items()}
         """Nodes that lead to the last contents of each input: its updates are among them."""
-        self._finals: set[fx.Node] = set()
         self._updates: dict[str, list[tuple[fx.Node, Box]]] = {}
         """Updates of each input, by its buffer."""
         self._replaced: set[str] = set()
         """Inputs that the Copy at the end has written."""
-        for node in imp.gm.graph.nodes:
-            if str(node.target) == "aten.copy_.default" and node.args[0].op == "placeholder":
-                self.targets.append(node.args[0])
-                self._finals.add(node)
-                self._chains[node.args[0]] = _chain(node.args[1])
 
     def plan(self) -> None:
         """Determines all places, once the inputs are imported."""
