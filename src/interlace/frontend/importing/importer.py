@@ -396,22 +396,22 @@ class Importer:
         if name == "aten.as_strided.default":
             self.check_storage(node)
         rule, as_traced = RULES.get(name), same_layout(box, like)
-        steps = rule([None, *map(self.arg, args[1:])], box, value) if rule else ()
-        by_strides = as_traced and name not in RESHAPES
-        found = extend(source, buffer, steps, value, strides=by_strides or not rule)
-        if found is None and by_strides:
-            found = extend(source, buffer, strided(box, like, value), value)
-        return found
+        if rule is not None:
+            steps = rule([None, *map(self.arg, args[1:])], box, value)
+            by_strides = as_traced and name not in RESHAPES
+            found = extend(source, buffer, steps, value, by_strides)
+            if found is not None or not by_strides:
+                return found
+        return extend(source, buffer, strided(box, like, value), value) if as_traced else None
 
     def check_storage(self, node: fx.Node) -> None:
         """Refuses an `as_strided` of what may be an input that was written before: it counts in the
         storage of the input, and in the graph in that of a copy, which is laid out otherwise."""
-        made, counts = origin(node.args[0]), bound(node)[-1] is not None
+        own, counts = self.value(made := origin(node.args[0])), bound(node)[-1] is not None
         for target in self.in_place.targets if made.op != "placeholder" else ():
-            like, own = self.value(target), self.value(made)
-            dense = own.is_contiguous() and like.is_contiguous()
-            same = dense or (own.shape, own.stride()) == (like.shape, like.stride())
-            if like.nbytes == own.nbytes and not (same and not (counts and like.storage_offset())):
+            like = self.value(target)
+            plain = own.is_contiguous() and like.is_contiguous()
+            if like.nbytes == own.nbytes and (not plain or (counts and like.storage_offset())):
                 why = "it counts in the storage of an input that is written, and is a part of that"
                 fix = "Index the input instead, or give the function a contiguous clone of it"
                 raise self.unsupported(node, why, fix)

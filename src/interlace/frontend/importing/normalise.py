@@ -225,8 +225,6 @@ NORMALISERS: dict[str, Normaliser] = {
     # These may be lazy in torch (a bit on the tensor); a Program computes.
     "aten._conj.default": lambda imp, node, _: _plain(imp, node, "aten.conj_physical.default"),
     "aten._neg_view.default": lambda imp, node, _: _plain(imp, node, "aten.neg.default"),
-    "aten.resolve_conj.default": lambda imp, node, args: imp.view(args[0]),
-    "aten.resolve_neg.default": lambda imp, node, args: imp.view(args[0]),
     **dict.fromkeys(("run_and_save_rng_state", "run_with_rng_state"), _run_random),
     "aten._assert_scalar.default": lambda *_: None,
     "aten.sym_constrain_range.default": lambda *_: None,
