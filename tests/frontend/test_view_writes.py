@@ -111,6 +111,10 @@ def placed(x: torch.Tensor) -> torch.Tensor:
     return x.as_strided((4,), (2,), 45) * 1
 
 
+def placed_twice(x: torch.Tensor) -> torch.Tensor:
+    return x.as_strided((2, 3), (3, 1), 60).as_strided((2, 3), (3, 1), 45) * 1
+
+
 def written(x: torch.Tensor) -> torch.Tensor:
     x.as_strided((4,), (1,), 45).mul_(2)
     return x * 1
@@ -148,7 +152,7 @@ def at_offsets(fn: Callable[..., Any], offsets: list[int]) -> list[bool | str]:
     return found
 
 
-@pytest.mark.parametrize("fn", [placed, written, scattered, empty])
+@pytest.mark.parametrize("fn", [placed, placed_twice, written, scattered, empty])
 def test_an_input_that_is_a_part_of_a_storage(pool: Pool, fn: Callable[..., Any]) -> None:
     assert pool(1).run(at_offsets, fn, [40, 42, 0, 40], timeout_s=110) == [[True] * 4]
 

@@ -135,8 +135,6 @@ class Importer:
         self.constants: list[torch.Tensor] = []
         self.constant_params: list[Buffer] = []
         self.in_place = InPlace(self)
-        self.written: set[str] = set()
-        """Buffers of inputs that the graph writes: no copy of them may become a view."""
         returned = set(output_nodes(gm.graph))
         self.leaving = {
             node for node in gm.graph.nodes if not returned.isdisjoint(aliases(node, True))
@@ -145,7 +143,8 @@ class Importer:
 
     def may_share(self, node: fx.Node, views: Sequence[View]) -> bool:
         """Returns True if a node that copies `views` may be a view of them instead."""
-        return node not in self.leaving and all(view.buffer not in self.written for view in views)
+        written = self.in_place.updates
+        return node not in self.leaving and all(view.buffer not in written for view in views)
 
     def run(self) -> Imported:
         """The Program of the whole graph."""
@@ -296,8 +295,6 @@ class Importer:
             buffer = buffer_like(self.name(parameter_name(node, self.labels)), value, "input")
             self.inputs.append(position)
             self.params.append(buffer)
-            if node in self.in_place.targets:
-                self.written.add(buffer.name)
             return self.declare(buffer, value)
         if isinstance(value, torch.SymInt):
             return size_of(value)
@@ -376,13 +373,9 @@ class Importer:
         if found is None and str(node.target) in RESHAPES:
             return self.reshaped(source, sizes_of(self.value(node).shape))
         if found is None:  # it is laid out otherwise than it was traced
-            like = self.value(node.args[0])
-            copy = buffer_like(self.name(f"{source.buffer}_copy"), like, "fresh")
-            self.emit(Alloc(buffer=copy, loc=self.loc))
-            self.copy_into(source, self.declare(copy, like))
-            found = self.viewed_by(node, View(copy.name))
-        if found is None:
-            raise self.unsupported(node, f"no view of {source} is like it", "Give it a clone")
+            copy = self.copied_like(f"{source.buffer}_copy", source, self.value(node.args[0]))
+            found = self.viewed_by(node, copy)
+        assert found is not None, f"{describe(node)} is no view of {source}"
         return found
 
     def viewed_by(self, node: fx.Node, source: View) -> View | None:
@@ -539,6 +532,13 @@ class Importer:
         return self.call(
             "aten.clone.default", (view,), result, {"memory_format": "@contiguous_format"}
         )
+
+    def copied_like(self, name: str, view: View, like: torch.Tensor) -> View:
+        """A copy in the shape, layout and element type of `like`."""
+        buffer = buffer_like(self.name(name), like, "fresh")
+        self.emit(Alloc(buffer=buffer, loc=self.loc))
+        self.copy_into(view, self.declare(buffer, like))
+        return View(buffer.name)
 
     def contiguous(self, view: View) -> View:
         """The view, or a contiguous copy of it."""

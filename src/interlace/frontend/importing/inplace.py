@@ -54,7 +54,8 @@ UPDATES = {
 }
 """Updates of their first argument, and their form in place."""
 
-COPY = "aten.copy.default"
+WRITERS = {*SCATTERS, *UPDATES, "aten.copy.default"}
+"""All of these, and what replaces the whole of its first argument by the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +80,10 @@ class InPlace:
         self.places: dict[fx.Node, Place] = {}
         self._chains = {target: _chain(node.args[1]) for node, target in self._finals.items()}
         """Nodes that lead to the last contents of each input: its updates are among them."""
-        self._updates: dict[str, list[tuple[fx.Node, Box]]] = {}
-        """Updates of each input, by its buffer."""
+        self.updates: dict[str, list[tuple[fx.Node, Box]]] = {}
+        """Updates of each written input, by its buffer, with what they write."""
         self._replaced: set[str] = set()
-        """Inputs that the Copy at the end has written."""
+        """Inputs that a Copy at the end has written."""
 
     def plan(self) -> None:
         """Determines all places, once the inputs are imported."""
@@ -93,11 +94,9 @@ class InPlace:
     def write(self, node: fx.Node) -> View:
         """The box that `node` is, once what it writes is written."""
         place = self.places[node]
-        if place.part is None:
-            return place.view
         if str(node.target) in UPDATES:
             self._update(node, place.view)
-        else:
+        elif place.part is not None:
             self.imp.copy_into(self.imp.view(node.args[1]), place.part)
         return place.view
 
@@ -106,7 +105,7 @@ class InPlace:
         imp = self.imp
         chains = {imp.view(target).buffer: self._chains[target] for target in self.targets}
         self.places = {target: Place(imp.view(target), 0) for target in self.targets}
-        self._updates, self._replaced = {buffer: [] for buffer in chains}, set()
+        self.updates, self._replaced = {buffer: [] for buffer in chains}, set()
         for node in imp.gm.graph.nodes if self.targets else ():
             base = node.args[0] if node.args else None
             own = self.places.get(base) if isinstance(base, fx.Node) else None
@@ -128,7 +127,7 @@ class InPlace:
             if place is not None:
                 self.places[node] = place
                 if place.part is not None:
-                    self._updates[place.view.buffer].append((node, imp.box(place.part)))
+                    self.updates[place.view.buffer].append((node, imp.box(place.part)))
             elif node in self._finals and own is not None:
                 last = self.places.get(node.args[1])
                 if last is None or not self._same(last.view, own.view):
@@ -139,9 +138,7 @@ class InPlace:
         """The place of one of the results of a split."""
         split, index = node.args
         source = self.places.get(split.args[0]) if str(split.target) in SPLITS else None
-        if source is None:
-            return None
-        return Place(self.imp.split(split, source.view)[index], source.number)
+        return source and Place(self.imp.split(split, source.view)[index], source.number)
 
     def _place(self, node: fx.Node, own: Place, chain: set[fx.Node]) -> Place | None:
         """The place of a view or an update of what lies at `own`; None: it is new memory."""
@@ -149,9 +146,9 @@ class InPlace:
         if name in RULES or (is_view(node) and name not in NORMALISERS):
             view = imp.viewed_by(node, own.view)
             return None if view is None else Place(view, own.number)
-        if node not in chain or not (name in UPDATES or name in SCATTERS or name == COPY):
+        if node not in chain or name not in WRITERS:
             return None
-        part, updates = own.view, self._updates[own.view.buffer]
+        part, updates = own.view, self.updates[own.view.buffer]
         if name in SCATTERS:
             rule, value = RULES[SCATTERS[name]], imp.value(args[1])
             steps = rule([None, *map(imp.arg, args[2:])], imp.box(own.view), value)
@@ -168,7 +165,7 @@ class InPlace:
 
     def _later(self, place: Place) -> Iterator[fx.Node]:
         """Updates that stand where `place` does, and that it does not include."""
-        updates, box = self._updates[place.view.buffer], self.imp.box(place.view)
+        updates, box = self.updates[place.view.buffer], self.imp.box(place.view)
         if place.number and place.view.buffer in self._replaced:
             yield updates[place.number - 1][0]
         yield from (node for node, part in updates[place.number :] if part.overlaps(box))
@@ -213,8 +210,7 @@ def _chain(last: object) -> set[fx.Node]:
         if not isinstance(node, fx.Node) or node in found or node.op != "call_function":
             continue
         name = str(node.target)
-        follows = name in UPDATES or name in SCATTERS or name == COPY or name in SPLITS
-        if follows or name in RULES or is_view(node) or node.target is operator.getitem:
+        if name in WRITERS or name in RULES or is_view(node) or node.target is operator.getitem:
             found.add(node)
             todo += node.args[: 2 if name in SCATTERS else 1]
     return found

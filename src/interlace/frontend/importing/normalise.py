@@ -25,10 +25,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from interlace.frontend.importing.nodes import origin
 from interlace.frontend.importing.symbols import sizes_of
 from interlace.frontend.importing.types import Args, buffer_like, dtype_of, on_host, same_layout
-from interlace.ir import Alloc, Call, DType, View
+from interlace.ir import Call, DType, View
 
 if TYPE_CHECKING:
     from interlace.frontend.importing.importer import Importer, Normaliser, Value
@@ -116,31 +115,18 @@ def _copy(imp: Importer, node: fx.Node, args: Args) -> View:
     value = imp.value(node)
     if on_host(value, imp.device):
         return _plain(imp, node)  # an Alloc would be on the GPU
-    buffer = buffer_like(imp.name(node.name), value, "fresh")
-    imp.emit(Alloc(buffer=buffer, loc=imp.loc))
-    dst = imp.declare(buffer)
-    imp.copy_into(imp.view(args[1]), dst)
-    return dst
+    return imp.copied_like(node.name, imp.view(args[1]), value)
 
 
 def _as_strided_scatter(imp: Importer, node: fx.Node, args: Args) -> View:
     """A copy of the first argument, and one of the second into a part of it: torch would count the
     offset in the storage, which holds more than one buffer of a Program."""
     imp.check_storage(node)
-    x, like = imp.view(args[0]), imp.value(args[0])
-    if origin(args[0]).op == "placeholder" and imp.box(x).offset == 0:
-        return _plain(imp, node)
-    start = 0 if args[4] is None else imp.arg(args[4]) - sizes_of([like.storage_offset()])[0]
-    buffer = buffer_like(imp.name(node.name), imp.value(node), "fresh")
-    imp.emit(Alloc(buffer=buffer, loc=imp.loc))
-    dst = imp.declare(buffer)
-    part = dst.as_strided(imp.arg(args[2]), imp.arg(args[3]), start)
-    if imp.box(part).overlaps_itself:
-        why = "elements of the view share memory"
-        raise imp.unsupported(node, why, "Write each element once, as index_put does")
-    imp.copy_into(x, dst)
-    imp.copy_into(imp.view(args[1]), part)
-    return dst
+    (skipped,) = sizes_of([imp.value(args[0]).storage_offset()])
+    result = imp.copied_like(node.name, imp.view(args[0]), imp.value(node))
+    start = 0 if args[4] is None else imp.arg(args[4]) - skipped
+    imp.copy_into(imp.view(args[1]), result.as_strided(imp.arg(args[2]), imp.arg(args[3]), start))
+    return result
 
 
 def _index_put(imp: Importer, node: fx.Node, args: Args) -> View:

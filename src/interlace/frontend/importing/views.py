@@ -146,12 +146,9 @@ def extend(
         box = longer.box(buffer, NOWHERE)
     except ProgramError:
         return None
-    same = same_layout(box, out) if strides else _same_kind(box, out)
+    kind = (sizes_of(out.shape), dtype_of(out.dtype))
+    same = same_layout(box, out) if strides else (box.sizes, box.dtype) == kind
     return shorten(longer, buffer, box) if same else None
-
-
-def _same_kind(box: Box, out: torch.Tensor) -> bool:
-    return (box.sizes, box.dtype) == (sizes_of(out.shape), dtype_of(out.dtype))
 
 
 def strided(box: Box, source: torch.Tensor, out: torch.Tensor) -> tuple[Step, ...]:
@@ -166,8 +163,8 @@ def strided(box: Box, source: torch.Tensor, out: torch.Tensor) -> tuple[Step, ..
 
 def empty(view: View, buffer: Buffer, out: torch.Tensor) -> View:
     """An empty `out` of the same buffer: its element type may not fit where `view` begins."""
-    first = (Slice(0, 0, 0),) if buffer.shape else (Reshape((1,)), Slice(0, 0, 0))
-    steps = (*first, Reshape((0,)), Cast(dtype_of(out.dtype)), Reshape(sizes_of(out.shape)))
+    first = Slice(0, 0, 0) if buffer.shape else Expand((0,))
+    steps = (first, Reshape((0,)), Cast(dtype_of(out.dtype)), Reshape(sizes_of(out.shape)))
     return View(view.buffer, steps)
 
 
