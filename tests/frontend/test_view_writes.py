@@ -9,10 +9,10 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.frontend.view_programs import differences, drawn
+from tests.runtime.programs import world_group
 from tests.support.captured import capture
 from tests.support.pool import Pool
 from torch.distributed._functional_collectives import all_reduce
@@ -29,7 +29,9 @@ def test_random_views_writes_and_reads_equal_eager(pool: Pool, seed: int, world:
     end, wrong, tried = time.monotonic() + TIME_S / 2, list[str](), list[str]()
 
     @hypothesis.seed(seed)
-    @settings(max_examples=40, deadline=None, database=None, suppress_health_check=[*HealthCheck])
+    @settings(
+        max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
     @given(st.data())
     def equal(data: st.DataObject) -> None:
         source, kind = drawn(lambda n: data.draw(st.integers(0, n - 1)))
@@ -67,7 +69,7 @@ def paged_step(
     places = torch.arange(scores.shape[1])
     scores = scores.masked_fill(places[None] >= lengths[:, None], -torch.inf)
     y = (scores.softmax(-1)[:, None] @ values[tables].flatten(1, 2))[:, 0]
-    return all_reduce(y @ w[:, :WIDTH], "sum", dist.group.WORLD) * 1
+    return all_reduce(y @ w[:, :WIDTH], "sum", world_group()) * 1
 
 
 def serve(steps: int, seed: int) -> tuple[list[int], bool, list[Program]]:
@@ -85,7 +87,7 @@ def serve(steps: int, seed: int) -> tuple[list[int], bool, list[Program]]:
             slots, lengths = block * BLOCK + lengths % BLOCK, lengths + 1
             x = torch.randn(rows, WIDTH)
             expected, found = (
-                fn(x, w, *cache, slots, tables, lengths)
+                fn(x, w, cache[0], cache[1], slots, tables, lengths)
                 for fn, cache in ((paged_step, caches[0]), (call, caches[1]))
             )
             if not torch.equal(expected, found):

@@ -34,7 +34,7 @@ INPUTS: dict[str, Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor
     "stepped": lambda m, s: (m[s : 48 + s].view(4, 12)[:, ::2], m[52:58].view(6, 1).expand(6, 4)),
     "overlapping": lambda m, s: (m[3:27].view(4, 6), m[9:33].view(6, 4)),
     "crossed": lambda m, s: (m[:36].view(6, 6)[1:5], m[:36].view(6, 6).t()[:, :4]),
-    "same": lambda m, s: (m[:24].clone().view(4, 6),) * 2,
+    "same": lambda m, s: (t := m[:24].clone().view(4, 6), t),
     "and its transpose": lambda m, s: (t := m[:24].clone().view(4, 6), t.t()),
 }
 """Layouts of the two inputs in 64 numbers, by name; `s` moves some of them."""

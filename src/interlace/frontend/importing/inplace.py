@@ -134,13 +134,13 @@ class InPlace:
                     self._replaced.add(own.view.buffer)
         return None
 
-    def _part(self, node: fx.Node) -> Place | None:
+    def _part(self, node: Any) -> Place | None:
         """The place of one of the results of a split."""
         split, index = node.args
         source = self.places.get(split.args[0]) if str(split.target) in SPLITS else None
         return source and Place(self.imp.split(split, source.view)[index], source.number)
 
-    def _place(self, node: fx.Node, own: Place, chain: set[fx.Node]) -> Place | None:
+    def _place(self, node: Any, own: Place, chain: set[fx.Node]) -> Place | None:
         """The place of a view or an update of what lies at `own`; None: it is new memory."""
         imp, name, args = self.imp, str(node.target), bound(node)
         if name in RULES or (is_view(node) and name not in NORMALISERS):
@@ -170,7 +170,7 @@ class InPlace:
             yield updates[place.number - 1][0]
         yield from (node for node, part in updates[place.number :] if part.overlaps(box))
 
-    def _within(self, node: fx.Node, part: View) -> bool:
+    def _within(self, node: Any, part: View) -> bool:
         """Returns True if an update surely writes nothing but `part`, as part of which it began."""
         written = self.places[node].part
         if written is not None and self._same(written, part):

@@ -123,10 +123,10 @@ def aliases(node: fx.Node, through_copies: bool = False) -> set[fx.Node]:
     return found
 
 
-def origin(node: fx.Node) -> fx.Node:
+def origin(node: Any) -> fx.Node:
     """The node that makes the memory which a view shows."""
     while is_view(node) or str(node.target) in LAZY or node.target is operator.getitem:
-        node = node.args[0]  # pyright: ignore
+        node = node.args[0]
     return node
 
 
