@@ -62,6 +62,30 @@ def masked(cache: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return cache * 1
 
 
+def through_a_view(cache: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    cache.view(-1, 3)[torch.tensor([9, 2])] = k[0]
+    return cache.view(-1, 3)[torch.tensor([2, 3])].sum()
+
+
+def transposed(cache: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    cache.transpose(0, 1)[3] += 1
+    cache.permute(2, 0, 1)[1].fill_(2)
+    return cache.view(-1) * k.sum()
+
+
+def halves(cache: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    first, second = cache.split(1)
+    first.view(5, 3)[1:3].copy_(k[0])
+    second[0, ::2] = first[0, 1:4]
+    return cache.amax(1)
+
+
+def bits(cache: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    cache.view(torch.int32).view(-1)[3:5] = 7
+    cache[0].diagonal().mul_(2)
+    return cache.mT.relu() + k.sum()
+
+
 IN_PLACE: dict[str, Callable[..., Any]] = {
     "slice": cache_slice,
     "two_dims": cache_two_dims,
@@ -72,6 +96,10 @@ IN_PLACE: dict[str, Callable[..., Any]] = {
     "two_updates": two_updates,
     "read_before": read_before,
     "masked": masked,
+    "through_a_view": through_a_view,
+    "transposed": transposed,
+    "halves": halves,
+    "bits": bits,
 }
 
 
@@ -101,6 +129,23 @@ def overlapping_source(cache: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return new.sum() + k.sum()
 
 
+def part_after_the_whole(cache: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    old = cache.view(2, 15)
+    part = torch.slice_scatter(old, k.view(2, 6), 1, 0, 6)
+    new = torch.slice_scatter(part, old[:, 9:] + part[:, :6], 1, 9, 15)
+    cache.copy_(new.view(2, 5, 3))
+    return old * 2 + new
+
+
+def own_functional_result(
+    cache: torch.Tensor, k: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    new = torch.index_copy(cache, 1, torch.tensor([4, 0]), k)
+    cache.copy_(new)
+    cache[0] = 3
+    return new, cache.sum()
+
+
 def replaced(cache: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     cache.copy_(torch.cat([k, k, k], 1)[:, :5])
     return k + 1
@@ -117,6 +162,8 @@ STILL_RIGHT: dict[str, Callable[..., Any]] = {
     "shifted": shifted,
     "overlapping_source": overlapping_source,
     "replaced": replaced,
+    "part_after_the_whole": part_after_the_whole,
+    "own_functional_result": own_functional_result,
     "counted": counted,
 }
 

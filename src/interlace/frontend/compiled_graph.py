@@ -34,6 +34,7 @@ from interlace.frontend.importing.importer import import_graph
 from interlace.frontend.importing.nodes import (
     comes_anywhere,
     complete,
+    counted_in_storage,
     draws_random_numbers,
     location,
     propagate,
@@ -108,17 +109,19 @@ class CompiledGraph:
         self._unscheduled, self._captured = "", 0
         self._single = ""
         """Why each Program of a graph with symbols is for one size alone; empty: for classes."""
+        self.counted = counted_in_storage(gm.graph)
+        """Positions of the arguments whose offsets in their storages the Program depends on."""
         self._run: Run | None = None
         """Callable that runs the graph without a Program; None until that is needed."""
-        self._traced = recorded_signature(gm)
+        places = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+        self._traced = None if recorded_signature(gm) is None else self._facts(places)
         if self._traced is None:
+            self._single = "as_strided counts from the start of a storage" if self.counted else ""
             # Now: later torch has facts of its own about symbols, see `pin`.
             for node, value in (complete(gm) or {}).items():
                 node.meta.setdefault("val", value)
             pin(gm.graph)
-        self._symbols = Symbols(
-            [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
-        )
+        self._symbols = Symbols(places)
         place = next(filter(None, (location(node).module for node in gm.graph.nodes)), "")
         name = f"a {kind} graph{f' of {place}' if place else ''}"
         self._shelf = Shelf(name, setting.options.cache_size)
@@ -142,7 +145,7 @@ class CompiledGraph:
         if last is None or (self.setting.places.traced and self.unscheduled):
             return self._call_anew(args)
         (others, facts), bound, at = last
-        if others and signature([args[place] for place in others]) != facts:
+        if (others or self.counted) and self._facts(args, others) != facts:
             return self._call_anew(args)
         origin = self.setting.forwards.origin(args) if backward else None
         # A CUDA graph writes its results where freed inputs lay, whoever still refers to them.
@@ -163,14 +166,14 @@ class CompiledGraph:
             self._run = boxed_nop(self._gm, [])
         if self._run is not None:
             return self._run(args)
-        found = self._for(signature(args), args)
+        found = self._for(self._facts(args), args)
         if found is None:  # it is unscheduled from now on
             return self._call_anew(args)
         self._shelf.last, (bound, symbols) = None, found
         taken, at = {*bound.imported.inputs}, bound.at(symbols)
         known = [isinstance(arg, torch.Tensor | bool | int | float) for arg in args]
         others = [place for place, is_known in enumerate(known) if is_known and place not in taken]
-        facts, backward = signature([args[place] for place in others]), self.kind == "backward"
+        facts, backward = self._facts(args, others), self.kind == "backward"
         origin = self.setting.forwards.origin(args) if backward else None
         boxed = backward and not (self.setting.options.graph and keeps_graph())
         results = bound.run(args, at, origin, boxed)
@@ -202,6 +205,11 @@ class CompiledGraph:
         if self._traced is not None and self._shelf.get(self._traced) is None:
             with DisableAutocast():  # Note [Autocast is in the graph]
                 self._bind(self._traced, self._imported())
+
+    def _facts(self, args: Sequence[Any], places: Sequence[int] | None = None) -> Hashable:
+        """Facts of the arguments at some places, or of all, that the Program depends on."""
+        some = args if places is None else [args[place] for place in places]
+        return signature(some), *[args[place].storage_offset() for place in self.counted]
 
     def close(self) -> None:
         """Frees its bound Programs; a later call makes them anew."""
@@ -284,7 +292,7 @@ class CompiledGraph:
         arguments' sizes, for the class of these sizes, or for the sizes that were traced."""
         teams, labels = Teams.of_torch(self.setting.meshes), self.setting.labels
         values = (
-            None if args is None or signature(args) == self._traced else propagate(self._gm, args)
+            None if args is None or self._facts(args) == self._traced else propagate(self._gm, args)
         )
         found = import_graph(
             self._gm,

@@ -105,7 +105,7 @@ def observed(
         outputs = call(*tensors)
     finally:
         graph.observer = None
-    if len(calls) != 1 or torch.is_grad_enabled() != mode or graph.unscheduled:
+    if len(calls) != 1 or torch.is_grad_enabled() != mode or graph.unscheduled or graph.counted:
         return outputs, None
     given, entered, results, left = calls[0]
     own = {id(tensor) for tensor in tensors}

@@ -43,6 +43,7 @@ from interlace.frontend.importing.nodes import (
     live_nodes,
     location,
     made,
+    origin,
     output_nodes,
     parameter_name,
 )
@@ -53,13 +54,17 @@ from interlace.frontend.importing.types import (
     Args,
     buffer_like,
     device_of,
+    dtype_of,
     on_host,
+    same_layout,
     scalar_word,
 )
 from interlace.frontend.importing.views import (
+    RESHAPES,
     RULES,
     SPLITS,
     adjacent,
+    empty,
     extend,
     shorten,
     strided,
@@ -129,9 +134,7 @@ class Importer:
         self.inputs: list[int] = []
         self.constants: list[torch.Tensor] = []
         self.constant_params: list[Buffer] = []
-        self.in_place = InPlace(gm.graph)
-        self.written: set[str] = set()
-        """Buffers of inputs that the graph writes: no copy of them may become a view."""
+        self.in_place = InPlace(self)
         returned = set(output_nodes(gm.graph))
         self.leaving = {
             node for node in gm.graph.nodes if not returned.isdisjoint(aliases(node, True))
@@ -140,21 +143,22 @@ class Importer:
 
     def may_share(self, node: fx.Node, views: Sequence[View]) -> bool:
         """Returns True if a node that copies `views` may be a view of them instead."""
-        return node not in self.leaving and all(view.buffer not in self.written for view in views)
+        written = self.in_place.updates
+        return node not in self.leaving and all(view.buffer not in written for view in views)
 
     def run(self) -> Imported:
         """The Program of the whole graph."""
         live = live_nodes(self.gm.graph)
         outputs: list[Value] = []
-        position = 0
+        for position, node in enumerate(self.gm.graph.find_nodes(op="placeholder")):
+            self.loc = location(node)
+            self.converted[node] = self._parameter(node, position)
+        self.in_place.plan()
         for node in self.gm.graph.nodes:
             self.loc = location(node)
-            if node.op == "placeholder":
-                self.converted[node] = self._parameter(node, position)
-                position += 1
-            elif node.op == "output":
+            if node.op == "output":
                 outputs = [self._output(item) for item in flatten(node.args[0])]
-            elif node in live and node not in self.in_place.absorbed:
+            elif node in live and node not in self.converted:
                 self.converted[node] = self._convert(node)
         results = [value for value in outputs if not isinstance(value, Opaque | Fixed)]
         index = iter(range(len(results)))
@@ -213,6 +217,8 @@ class Importer:
     def arg(self, value: object) -> Value:
         """An argument of a node as a Program spells it."""
         if isinstance(value, fx.Node):
+            if value not in self.converted and isinstance(self.value(value), torch.SymInt):
+                return size_of(self.value(value))
             return self.converted[value]
         if isinstance(value, list | tuple):
             return tuple(self.arg(item) for item in value)
@@ -289,8 +295,6 @@ class Importer:
             buffer = buffer_like(self.name(parameter_name(node, self.labels)), value, "input")
             self.inputs.append(position)
             self.params.append(buffer)
-            if node in self.in_place.targets:
-                self.written.add(buffer.name)
             return self.declare(buffer, value)
         if isinstance(value, torch.SymInt):
             return size_of(value)
@@ -319,8 +323,8 @@ class Importer:
             return self._constant(node)
         if node.op != "call_function":
             raise self.unsupported(node, f"a {node.op} node", "Trace with AOTAutograd or make_fx")
-        if node in self.in_place.states:
-            return self.in_place.write(self, node)
+        if node in self.in_place.places:
+            return self.in_place.write(node)
         value = self.value(node)
         if isinstance(value, torch.SymInt):
             return size_of(value)
@@ -341,9 +345,9 @@ class Importer:
         if not isinstance(node.target, OpOverload):
             raise self.unsupported(node, *_opaque(node, name))
         if name in SPLITS:
-            return self._split(node, name, bound(node), value)
+            return self.split(node, self.view(node.args[0]))
         if name in RULES or is_view(node):
-            return self._view(name, bound(node), value)
+            return self._view(node, self.view(node.args[0]))
         if is_mutable(node):
             return self._mutation(node)
         result = self.call_like(node, name, node.args, node.kwargs, made(node, value))
@@ -363,24 +367,53 @@ class Importer:
                 "Cast one (x.to(weight.dtype), or module.to(x.dtype)), or use torch.autocast",
             )
 
-    def _view(self, name: str, args: Args, value: torch.Tensor) -> View:
-        source = self.view(args[0])
-        buffer, box = self.buffers[source.buffer], self.box(source)
-        if not box.numel and (empty := self.viewed(source, sizes_of(value.shape))) is not None:
-            return empty
-        steps = RULES[name]([None, *map(self.arg, args[1:])], box, value) if name in RULES else ()
-        found = extend(source, buffer, steps, value)
-        if found is not None:
-            return found
-        if name in ("aten.reshape.default", "aten._unsafe_view.default", "aten.view.default"):
-            return self.reshaped(source, sizes_of(value.shape))
-        return strided(box, self.value(args[0]), value, source)
+    def _view(self, node: fx.Node, source: View) -> View:
+        """The view of `source` that a node is; of a copy, where it must be."""
+        found = self.viewed_by(node, source)
+        if found is None and str(node.target) in RESHAPES:
+            return self.reshaped(source, sizes_of(self.value(node).shape))
+        if found is None:  # it is laid out otherwise than it was traced
+            copy = self.copied_like(f"{source.buffer}_copy", source, self.value(node.args[0]))
+            found = self.viewed_by(node, copy)
+        assert found is not None, f"{describe(node)} is no view of {source}"
+        return found
 
-    def _split(
-        self, node: fx.Node, name: str, args: Args, parts: Sequence[torch.Tensor]
-    ) -> tuple[View, ...]:
-        source = self.view(args[0])
+    def viewed_by(self, node: fx.Node, source: View) -> View | None:
+        """The view of `source` that a node is; None where that needs a copy."""
+        name, args, value = str(node.target), bound(node), self.value(node)
+        buffer, box, like = self.buffers[source.buffer], self.box(source), self.value(args[0])
+        if not box.numel:
+            same = box.dtype == dtype_of(value.dtype)
+            found = self.viewed(source, sizes_of(value.shape)) if same else None
+            return found or empty(source, buffer, value)
+        if name == "aten.as_strided.default":
+            self.check_storage(node)
+        rule, as_traced = RULES.get(name), same_layout(box, like)
+        if rule is not None:
+            steps = rule([None, *map(self.arg, args[1:])], box, value)
+            by_strides = as_traced and name not in RESHAPES
+            found = extend(source, buffer, steps, value, by_strides)
+            if found is not None or not by_strides:
+                return found
+        return extend(source, buffer, strided(box, like, value), value) if as_traced else None
+
+    def check_storage(self, node: fx.Node) -> None:
+        """Refuses an `as_strided` of what may be an input that was written before: it counts in the
+        storage of the input, and in the graph in that of a copy, which is laid out otherwise."""
+        own, counts = self.value(made := origin(node.args[0])), bound(node)[-1] is not None
+        for target in self.in_place.targets if made.op != "placeholder" else ():
+            like = self.value(target)
+            plain = own.is_contiguous() and like.is_contiguous()
+            if like.nbytes == own.nbytes and (not plain or (counts and like.storage_offset())):
+                why = "it counts in the storage of an input that is written, and is a part of that"
+                fix = "Index the input instead, or give the function a contiguous clone of it"
+                raise self.unsupported(node, why, fix)
+
+    def split(self, node: fx.Node, source: View) -> tuple[View, ...]:
+        """The views of `source` that a node is."""
+        name, args, parts = str(node.target), bound(node), self.value(node)
         dim = self.arg(args[SPLITS[name]]) % len(self.sizes(source))
+        strides = same_layout(self.box(source), self.value(args[0]))
         start, found = 0, []
         for i, part in enumerate(parts):
             if name == "aten.unbind.int":
@@ -389,7 +422,7 @@ class Importer:
                 stop = start + size_of(part.shape[dim])
                 piece = View("").slice(dim, start, stop)
                 start = stop
-            view = extend(source, self.buffers[source.buffer], piece.steps, part)
+            view = extend(source, self.buffers[source.buffer], piece.steps, part, strides)
             assert view is not None, f"{describe(node)}: part {i} of {source} is not {piece}"
             found.append(view)
         return tuple(found)
@@ -499,6 +532,13 @@ class Importer:
         return self.call(
             "aten.clone.default", (view,), result, {"memory_format": "@contiguous_format"}
         )
+
+    def copied_like(self, name: str, view: View, like: torch.Tensor) -> View:
+        """A copy in the shape, layout and element type of `like`."""
+        buffer = buffer_like(self.name(name), like, "fresh")
+        self.emit(Alloc(buffer=buffer, loc=self.loc))
+        self.copy_into(view, self.declare(buffer, like))
+        return View(buffer.name)
 
     def contiguous(self, view: View) -> View:
         """The view, or a contiguous copy of it."""

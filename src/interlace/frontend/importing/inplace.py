@@ -1,31 +1,47 @@
 """Updates of inputs put back in place: a KV cache is written, not copied.
 
 AOTAutograd makes a graph functional: `cache[:, 3:5] = k` arrives as a new tensor
-(`slice_scatter`), and a `copy_` at the end puts the whole of it into the input. Where nothing
-reads the old contents after the update, the new tensor *is* the input, and the update writes only
-its own box:
+(`slice_scatter`), `cache.view(-1, 32)[slots] = k` as a new tensor of a view (`index_put`) and a
+view of that, and a `copy_` at the end puts the whole of it into the input. Where nothing reads the
+old contents after an update, the new tensor *is* the input, and the update writes only its own box:
 
     main: copy(k, cache[...])            # at the place of the update
-    main: call("aten.index_put_.default", cache, (None, i), k, False, ...)
+    main: call("aten.index_put_.default", cache.view(160, 32), (slots,), k, False, ...)
 
-Else the update stays functional and one Copy at the end writes the input.
+Else the update stays functional, and one Copy at the end writes the input.
+
+Note [Numbers of updates]
+    The updates of an input are numbered in the order of the graph. A node that is the input, a view
+    of it or an update has a place: its box of the input, and the number of the last update that it
+    includes. Where a node reads a place after a later update of the same bytes, that update must
+    stay functional; then all places are determined anew. A scatter of a part that lies in its place
+    already (`slice_scatter(cache, copy(cache[:, 3:5], k), ...)`) writes nothing.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 
-from interlace.frontend.importing.nodes import aliases, bound
-from interlace.frontend.importing.views import slice_bounds
-from interlace.ir import Call, View
+from interlace.frontend.importing.nodes import bound, is_view, written_inputs
+from interlace.frontend.importing.normalise import NORMALISERS
+from interlace.frontend.importing.views import RULES, SPLITS, extend, same_box
+from interlace.ir import Box, Call, View
 
 if TYPE_CHECKING:
     from interlace.frontend.importing.importer import Importer
 
-BOXES = {"aten.slice_scatter.default", "aten.select_scatter.default"}
-"""Updates that replace one box of their first argument by their second."""
+SCATTERS = {
+    "aten.slice_scatter.default": "aten.slice.Tensor",
+    "aten.select_scatter.default": "aten.select.int",
+    "aten.diagonal_scatter.default": "aten.diagonal.default",
+}
+"""Updates that replace one box of their first argument by their second, and the view that it is."""
 
 UPDATES = {
     f"aten.{name}": f"aten.{name.replace('.', '_.', 1)}"
@@ -33,102 +49,147 @@ UPDATES = {
         *("index_put.default", "index_copy.default", "index_add.default", "masked_scatter.default"),
         *("index_fill.int_Scalar", "index_fill.int_Tensor", "masked_fill.Scalar"),
         *("masked_fill.Tensor", "scatter.src", "scatter.value", "scatter_add.default"),
+        *("fill.Scalar", "fill.Tensor", "zero.default"),
     )
 }
 """Updates of their first argument, and their form in place."""
 
-COPY = "aten.copy.default"
+WRITERS = {*SCATTERS, *UPDATES, "aten.copy.default"}
+"""All of these, and what replaces the whole of its first argument by the second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The box of a written input that a node is."""
+
+    view: View
+    number: int
+    """The last update that it includes: see Note [Numbers of updates]."""
+    part: View | None = None
+    """The box that the node writes, if it does."""
 
 
 class InPlace:
-    """Which nodes of a graph write an input in place, and how."""
+    """Which nodes of a graph are a written input, and which of them write it."""
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self.order = {node: i for i, node in enumerate(graph.nodes)}
-        self.targets: list[fx.Node] = []
+    def __init__(self, imp: Importer) -> None:
+        self.imp = imp
+        self._finals = written_inputs(imp.gm.graph)
+        self.targets = list(self._finals.values())
         """Inputs that the graph writes."""
-        self.states: dict[fx.Node, fx.Node] = {}
-        """Nodes that stand for the whole of a written input, by that input."""
-        self.absorbed: set[fx.Node] = set()
-        """Nodes that exist only as part of an update."""
-        for node in graph.nodes:
-            if str(node.target) == "aten.copy_.default" and node.args[0].op == "placeholder":
-                self.targets.append(node.args[0])
-                self._plan(node.args[0], node)
+        self.places: dict[fx.Node, Place] = {}
+        self._chains = {target: _chain(node.args[1]) for node, target in self._finals.items()}
+        """Nodes that lead to the last contents of each input: its updates are among them."""
+        self.updates: dict[str, list[tuple[fx.Node, Box]]] = {}
+        """Updates of each written input, by its buffer, with what they write."""
+        self._replaced: set[str] = set()
+        """Inputs that a Copy at the end has written."""
 
-    def write(self, imp: Importer, node: fx.Node) -> View:
-        """Emits the update that `node` is; its value is the input itself."""
-        target = imp.view(self.states[node])
-        self._write(imp, node, target)
-        return target
+    def plan(self) -> None:
+        """Determines all places, once the inputs are imported."""
+        while (late := self._unseen()) is not None:
+            for chain in self._chains.values():
+                chain.discard(late)
 
-    def _plan(self, target: fx.Node, final: fx.Node) -> None:
-        chain: list[fx.Node] = []
-        node: object = final.args[1]
-        while isinstance(node, fx.Node) and node is not target and _is_update(node):
-            chain.append(node)
-            node = node.args[0]
-        if node is not target or not chain:
-            return
-        chain.reverse()
-        parts = [self._parts(state) for state in chain]
-        previous = target
-        for state, inner in zip(chain, parts, strict=True):
-            if not self._free_after(previous, state, {*inner, final}):
-                return
-            previous = state
-        self.states.update(dict.fromkeys(chain, target))
-        for inner in parts:
-            self.absorbed |= inner
+    def write(self, node: fx.Node) -> View:
+        """The box that `node` is, once what it writes is written."""
+        place = self.places[node]
+        if str(node.target) in UPDATES:
+            self._update(node, place.view)
+        elif place.part is not None:
+            self.imp.copy_into(self.imp.view(node.args[1]), place.part)
+        return place.view
 
-    def _parts(self, state: fx.Node) -> set[fx.Node]:
-        """The nested updates that only `state` uses."""
-        found: set[fx.Node] = set()
-        todo = [state]
-        while todo:
-            node = todo.pop()
-            for arg in (node.args[0], node.args[1]) if node is not state else (node.args[1],):
-                if isinstance(arg, fx.Node) and arg not in found and set(arg.users) == {node}:
-                    if _is_update(arg) or str(arg.target) == COPY:
-                        found.add(arg)
-                        todo.append(arg)
-        return found
+    def _unseen(self) -> fx.Node | None:
+        """Places every node; returns an update that a later node must not see, if there is one."""
+        imp = self.imp
+        chains = {imp.view(target).buffer: self._chains[target] for target in self.targets}
+        self.places = {target: Place(imp.view(target), 0) for target in self.targets}
+        self.updates, self._replaced = {buffer: [] for buffer in chains}, set()
+        for node in imp.gm.graph.nodes if self.targets else ():
+            base = node.args[0] if node.args else None
+            own = self.places.get(base) if isinstance(base, fx.Node) else None
+            read = [arg for arg in node.all_input_nodes if arg in self.places]
+            place = None
+            if node.target is operator.getitem:
+                place = self._part(node)
+            elif str(node.target) in SPLITS or isinstance(imp.value(node), torch.SymInt):
+                continue
+            elif node in self._finals:
+                read = [arg for arg in read if arg is node.args[1]]
+            elif own is not None:
+                place = self._place(node, own, chains[own.view.buffer])
+            if place is not None:
+                read = [arg for arg in read if place.part is not None and arg is not base]
+            late = [update for arg in read for update in self._later(self.places[arg])]
+            if late:
+                return late[0]
+            if place is not None:
+                self.places[node] = place
+                if place.part is not None:
+                    self.updates[place.view.buffer].append((node, imp.box(place.part)))
+            elif node in self._finals and own is not None:
+                last = self.places.get(node.args[1])
+                if last is None or not self._same(last.view, own.view):
+                    self._replaced.add(own.view.buffer)
+        return None
 
-    def _free_after(self, old: fx.Node, state: fx.Node, parts: set[fx.Node]) -> bool:
-        """Returns True if only the update itself reads `old` after `state` is computed."""
-        views = aliases(old)
-        readers = {user for view in views for user in view.users} - views - parts - {state}
-        if any(self.order[reader] > self.order[state] for reader in readers):
-            return False
-        updates = [node for node in (state, *parts) if _is_update(node)]
-        given = {arg for node in updates for arg in node.all_input_nodes if arg is not node.args[0]}
-        return len(updates) == 1 or given.isdisjoint(views)
+    def _part(self, node: Any) -> Place | None:
+        """The place of one of the results of a split."""
+        split, index = node.args
+        source = self.places.get(split.args[0]) if str(split.target) in SPLITS else None
+        return source and Place(self.imp.split(split, source.view)[index], source.number)
 
-    def _sink(self, imp: Importer, value: object, target: View) -> None:
-        """Makes `target` hold what `value` stands for."""
-        if isinstance(value, fx.Node) and value in self.absorbed:
-            self._write(imp, value, target)
-        else:
-            imp.copy_into(imp.view(value), target)
+    def _place(self, node: Any, own: Place, chain: set[fx.Node]) -> Place | None:
+        """The place of a view or an update of what lies at `own`; None: it is new memory."""
+        imp, name, args = self.imp, str(node.target), bound(node)
+        if name in RULES or (is_view(node) and name not in NORMALISERS):
+            view = imp.viewed_by(node, own.view)
+            return None if view is None else Place(view, own.number)
+        if node not in chain or name not in WRITERS:
+            return None
+        part, updates = own.view, self.updates[own.view.buffer]
+        if name in SCATTERS:
+            rule, value = RULES[SCATTERS[name]], imp.value(args[1])
+            steps = rule([None, *map(imp.arg, args[2:])], imp.box(own.view), value)
+            part = extend(own.view, imp.buffers[own.view.buffer], steps, value, strides=False)
+        if part is None:
+            return None
+        source = None if name in UPDATES else self.places.get(args[1])
+        if source is not None and own.number <= source.number and self._same(source.view, part):
+            if all(self._within(node, part) for node, _ in updates[own.number : source.number]):
+                return Place(own.view, source.number)
+        if imp.box(part).overlaps_itself or any(self._later(own)):
+            return None
+        return Place(own.view, len(updates) + 1, part)
 
-    def _write(self, imp: Importer, node: fx.Node, target: View) -> None:
-        """Makes `target` hold what `node` stands for; the rest of the input stays as it is."""
-        args, sizes = bound(node), imp.sizes(target)
-        if str(node.target) == COPY:
-            self._sink(imp, args[1], target)
-            return
-        self._sink(imp, args[0], target)
-        if str(node.target) == "aten.slice_scatter.default":
-            dim = args[2] % len(sizes)
-            start, stop, _ = slice_bounds([None, dim, *map(imp.arg, args[3:])], sizes[dim])
-            self._sink(imp, args[1], target.slice(dim, start, stop))
-        elif str(node.target) == "aten.select_scatter.default":
-            dim = args[2] % len(sizes)
-            self._sink(imp, args[1], target.select(dim, imp.arg(args[3]) % sizes[dim]))
-        else:
-            self._update(imp, node, target)
+    def _later(self, place: Place) -> Iterator[fx.Node]:
+        """Updates that stand where `place` does, and that it does not include."""
+        updates, box = self.updates[place.view.buffer], self.imp.box(place.view)
+        if place.number and place.view.buffer in self._replaced:
+            yield updates[place.number - 1][0]
+        yield from (node for node, part in updates[place.number :] if part.overlaps(box))
 
-    def _update(self, imp: Importer, node: fx.Node, target: View) -> None:
+    def _within(self, node: Any, part: View) -> bool:
+        """Returns True if an update surely writes nothing but `part`, as part of which it began."""
+        written = self.places[node].part
+        if written is not None and self._same(written, part):
+            return True
+        while node in self.places:
+            if self._same(self.places[node].view, part):
+                return True
+            if node.op == "placeholder" or (is_view(node) and str(node.target) not in RULES):
+                return False
+            node = node.args[0].args[0] if node.target is operator.getitem else node.args[0]
+        return False
+
+    def _same(self, one: View, other: View) -> bool:
+        """Returns True if two views are the same box, for all sizes of the class."""
+        return one.buffer == other.buffer and same_box(self.imp.box(one), self.imp.box(other))
+
+    def _update(self, node: fx.Node, target: View) -> None:
+        imp = self.imp
+
         def unshared(arg: object) -> Any:
             """An argument that shares no memory with what is written."""
             if isinstance(arg, View) and arg.buffer == target.buffer:
@@ -141,8 +202,15 @@ class InPlace:
         imp.emit(Call(fn=fn, args=args, kwargs=kwargs, outs=(target,), mutates=True, loc=imp.loc))
 
 
-def _is_update(node: fx.Node) -> bool:
-    name = str(node.target)
-    if name == "aten.slice_scatter.default":
-        return bound(node)[5] == 1
-    return name in BOXES or name in UPDATES
+def _chain(last: object) -> set[fx.Node]:
+    """The updates, scattered parts included, that lead to the last contents of an input."""
+    found, todo = set[fx.Node](), [last]
+    while todo:
+        node = todo.pop()
+        if not isinstance(node, fx.Node) or node in found or node.op != "call_function":
+            continue
+        name = str(node.target)
+        if name in WRITERS or name in RULES or is_view(node) or node.target is operator.getitem:
+            found.add(node)
+            todo += node.args[: 2 if name in SCATTERS else 1]
+    return found

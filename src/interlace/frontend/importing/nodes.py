@@ -123,6 +123,29 @@ def aliases(node: fx.Node, through_copies: bool = False) -> set[fx.Node]:
     return found
 
 
+def origin(node: Any) -> fx.Node:
+    """The node that makes the memory which a view shows."""
+    while is_view(node) or str(node.target) in LAZY or node.target is operator.getitem:
+        node = node.args[0]
+    return node
+
+
+def written_inputs(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The nodes that write an input as the graph ends, and the inputs."""
+    found = {n: n.args[0] for n in graph.nodes if str(n.target) == "aten.copy_.default"}
+    return {n: x for n, x in found.items() if isinstance(x, fx.Node) and x.op == "placeholder"}
+
+
+def counted_in_storage(graph: fx.Graph) -> list[int]:
+    """Positions of the arguments whose offset in their storage counts: an `as_strided` gives one
+    in that storage, or in that of what the argument becomes as it is written."""
+    strided = [n for n in graph.nodes if str(n.target).startswith("aten.as_strided")]
+    origins = {origin(n.args[0]) for n in strided if bound(n)[-1] is not None}
+    if any(made.op != "placeholder" for made in origins):
+        origins.update(written_inputs(graph).values())
+    return [i for i, n in enumerate(graph.find_nodes(op="placeholder")) if n in origins]
+
+
 def awaited(graph: fx.Graph) -> list[int]:
     """Positions of the arguments that the graph waits for: a caller's collective may be at them.
 

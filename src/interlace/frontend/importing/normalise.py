@@ -27,7 +27,7 @@ from torch import fx
 
 from interlace.frontend.importing.symbols import sizes_of
 from interlace.frontend.importing.types import Args, buffer_like, dtype_of, on_host, same_layout
-from interlace.ir import Alloc, Call, DType, View
+from interlace.ir import Call, DType, View
 
 if TYPE_CHECKING:
     from interlace.frontend.importing.importer import Importer, Normaliser, Value
@@ -115,11 +115,18 @@ def _copy(imp: Importer, node: fx.Node, args: Args) -> View:
     value = imp.value(node)
     if on_host(value, imp.device):
         return _plain(imp, node)  # an Alloc would be on the GPU
-    buffer = buffer_like(imp.name(node.name), value, "fresh")
-    imp.emit(Alloc(buffer=buffer, loc=imp.loc))
-    dst = imp.declare(buffer)
-    imp.copy_into(imp.view(args[1]), dst)
-    return dst
+    return imp.copied_like(node.name, imp.view(args[1]), value)
+
+
+def _as_strided_scatter(imp: Importer, node: fx.Node, args: Args) -> View:
+    """A copy of the first argument, and one of the second into a part of it: torch would count the
+    offset in the storage, which holds more than one buffer of a Program."""
+    imp.check_storage(node)
+    (skipped,) = sizes_of([imp.value(args[0]).storage_offset()])
+    result = imp.copied_like(node.name, imp.view(args[0]), imp.value(node))
+    start = 0 if args[4] is None else imp.arg(args[4]) - skipped
+    imp.copy_into(imp.view(args[1]), result.as_strided(imp.arg(args[2]), imp.arg(args[3]), start))
+    return result
 
 
 def _index_put(imp: Importer, node: fx.Node, args: Args) -> View:
@@ -189,6 +196,7 @@ def _run_random(imp: Importer, node: fx.Node, args: Args) -> Value:
 
 
 NORMALISERS: dict[str, Normaliser] = {
+    "aten.as_strided_scatter.default": _as_strided_scatter,
     "aten.index_put.default": _index_put,
     "aten.linear.default": _linear,
     "aten.matmul.default": _linear,
@@ -203,8 +211,6 @@ NORMALISERS: dict[str, Normaliser] = {
     # These may be lazy in torch (a bit on the tensor); a Program computes.
     "aten._conj.default": lambda imp, node, _: _plain(imp, node, "aten.conj_physical.default"),
     "aten._neg_view.default": lambda imp, node, _: _plain(imp, node, "aten.neg.default"),
-    "aten.resolve_conj.default": lambda imp, node, args: imp.view(args[0]),
-    "aten.resolve_neg.default": lambda imp, node, args: imp.view(args[0]),
     **dict.fromkeys(("run_and_save_rng_state", "run_with_rng_state"), _run_random),
     "aten._assert_scalar.default": lambda *_: None,
     "aten.sym_constrain_range.default": lambda *_: None,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from interlace.errors import ProgramError, SizeError
+from interlace.frontend.importing.nodes import WAIT
 from interlace.frontend.importing.symbols import size_of, sizes_of
 from interlace.frontend.importing.types import (
     NOWHERE,
@@ -56,7 +57,18 @@ def slice_bounds(args: Args, size: Int) -> tuple[Int, Int, int]:
 def _slice(args: Args, box: Box, out: torch.Tensor) -> tuple[Step, ...]:
     dim = (args[1] if len(args) > 1 else 0) % len(box.sizes)
     start, stop, step = slice_bounds(args, box.sizes[dim])
-    return (Slice(dim, start, stop),) if step == 1 else ()
+    if step == 1:
+        return (Slice(dim, start, stop),)
+    strides = (*box.strides[:dim], box.strides[dim] * step, *box.strides[dim + 1 :])
+    return (AsStrided(sizes_of(out.shape), strides, box.offset + start * box.strides[dim]),)
+
+
+def _diagonal(args: Args, box: Box, out: torch.Tensor) -> tuple[Step, ...]:
+    offset, dims = args[1], [dim % len(box.sizes) for dim in args[2:4]]
+    first, second = [box.strides[dim] for dim in dims]
+    kept = [stride for dim, stride in enumerate(box.strides) if dim not in dims]
+    start = box.offset + max(offset, 0) * second + max(-offset, 0) * first
+    return (AsStrided(sizes_of(out.shape), (*kept, first + second), start),)
 
 
 def _transpose(args: Args, box: Box, out: torch.Tensor) -> tuple[Step, ...]:
@@ -80,15 +92,16 @@ def _as_complex(args: Args, box: Box, out: torch.Tensor) -> tuple[Step, ...]:
     return Cast(dtype_of(out.dtype)), Select(len(box.sizes) - 1, 0)
 
 
-_RESHAPES = (
-    *("view.default", "reshape.default", "_unsafe_view.default", "_reshape_alias.default"),
-    *("squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default"),
+RESHAPES = tuple(
+    f"aten.{name}.default" for name in ("view", "reshape", "_unsafe_view", "_reshape_alias")
 )
+_SQUEEZES = ("squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default")
 
 RULES: dict[str, Rule] = {
-    **{
-        f"aten.{name}": lambda args, box, out: (Reshape(sizes_of(out.shape)),) for name in _RESHAPES
-    },
+    **dict.fromkeys(
+        (*RESHAPES, *(f"aten.{name}" for name in _SQUEEZES)),
+        lambda args, box, out: (Reshape(sizes_of(out.shape)),),
+    ),
     "aten.view.dtype": lambda args, box, out: (Cast(dtype_of(out.dtype)),),
     "aten.permute.default": _permute,
     "aten.transpose.int": _transpose,
@@ -98,12 +111,17 @@ RULES: dict[str, Rule] = {
     ),
     "aten.expand.default": lambda args, box, out: (Expand(sizes_of(out.shape)),),
     "aten.slice.Tensor": _slice,
+    "aten.diagonal.default": _diagonal,
     "aten.select.int": _select,
     "aten.view_as_real.default": lambda args, box, out: (
         Reshape((*box.sizes, 1)),
         Cast(dtype_of(out.dtype)),
     ),
     "aten.view_as_complex.default": _as_complex,
+    **dict.fromkeys(
+        (*(f"aten.{n}.default" for n in ("detach", "alias", "resolve_conj", "resolve_neg")), WAIT),
+        lambda args, box, out: (),
+    ),
 }
 """Steps by operator; other views have none. What does not reach the recorded box is `AsStrided`."""
 
@@ -118,24 +136,35 @@ SPLITS = {
 """
 
 
-def extend(view: View, buffer: Buffer, steps: tuple[Step, ...], out: torch.Tensor) -> View | None:
-    """`view` with `steps`, in its shortest spelling; None where it is not laid out like `out`."""
+def extend(
+    view: View, buffer: Buffer, steps: tuple[Step, ...], out: torch.Tensor, strides: bool = True
+) -> View | None:
+    """`view` with `steps`, in its shortest spelling; None where it is not laid out like `out`.
+    Without `strides` only sizes and element type must be those of `out`."""
     try:
         longer = View(view.buffer, (*view.steps, *steps))
         box = longer.box(buffer, NOWHERE)
     except ProgramError:
         return None
-    return shorten(longer, buffer, box) if same_layout(box, out) else None
+    kind = (sizes_of(out.shape), dtype_of(out.dtype))
+    same = same_layout(box, out) if strides else (box.sizes, box.dtype) == kind
+    return shorten(longer, buffer, box) if same else None
 
 
-def strided(box: Box, source: torch.Tensor, out: torch.Tensor, view: View) -> View:
-    """`out` as a strided box of the buffer, by where it starts in the storage of `source`."""
+def strided(box: Box, source: torch.Tensor, out: torch.Tensor) -> tuple[Step, ...]:
+    """Steps to `out` from a view with this box, which is laid out like `source`, by where `out`
+    starts in the storage of `source`."""
     size, out_size = source.element_size(), out.element_size()
     start = size_of(out.storage_offset()) - size_of(source.storage_offset()) * size // out_size
     offset = box.offset * size // out_size + start
-    steps: tuple[Step, ...] = (AsStrided(sizes_of(out.shape), sizes_of(out.stride()), offset),)
-    if dtype_of(out.dtype) != box.dtype:
-        steps = (Cast(dtype_of(out.dtype)), *steps)
+    cast = (Cast(dtype_of(out.dtype)),) if dtype_of(out.dtype) != box.dtype else ()
+    return (*cast, AsStrided(sizes_of(out.shape), sizes_of(out.stride()), offset))
+
+
+def empty(view: View, buffer: Buffer, out: torch.Tensor) -> View:
+    """An empty `out` of the same buffer: its element type may not fit where `view` begins."""
+    first = Slice(0, 0, 0) if buffer.shape else Expand((0,))
+    steps = (first, Reshape((0,)), Cast(dtype_of(out.dtype)), Reshape(sizes_of(out.shape)))
     return View(view.buffer, steps)
 
 
@@ -173,14 +202,20 @@ def _try(name: str, buffer: Buffer, steps: list[Step], box: Box) -> bool:
     """Returns True if the steps lead to that box; False where that depends on sizes."""
     try:
         with unnoted():
-            return _same_box(View(name, tuple(steps)).box(buffer, NOWHERE), box)
+            found = View(name, tuple(steps)).box(buffer, NOWHERE)
     except (ProgramError, SizeError):
         return False
+    return same_box(found, box)
 
 
-def _same_box(a: Box, b: Box) -> bool:
-    same = (a.offset, a.sizes, a.dtype) == (b.offset, b.sizes, b.dtype)
-    return same and same_strides(a, b.strides)
+def same_box(a: Box, b: Box) -> bool:
+    """Returns True if two boxes are the same; False where that depends on sizes."""
+    try:
+        with unnoted():
+            same = (a.offset, a.sizes, a.dtype) == (b.offset, b.sizes, b.dtype)
+            return same and same_strides(a, b.strides)
+    except SizeError:
+        return False
 
 
 def adjacent(views: Sequence[View], buffer: Buffer, sizes: tuple[Int, ...]) -> View | None:
