@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d
 
 from interlace.comm.backends import MARGIN_S
 from interlace.comm.host.signals import BoundedWait
-from interlace.errors import UnsupportedError
+from interlace.errors import InputError, UnsupportedError
 
 c10d: Any = distributed_c10d
 
@@ -72,6 +72,8 @@ class Spec:
     merges: bool = False
     """An all-to-all whose parts are cut on the destination's side: every rank sends its own part to
     all, and the parts that it receives have their owners' sizes."""
+    counted: bool = False
+    """An all-to-all whose counts are data; `parts` has the most elements that the rank sends."""
 
     @property
     def even(self) -> bool:
@@ -91,7 +93,13 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def bind_collective(backend: Any, spec: Spec, timeout_s: float) -> Run:
+Counts = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+"""The rows that go to each rank, and those that come from there, in this run."""
+
+
+def bind_collective(
+    backend: Any, spec: Spec, timeout_s: float, counts: Counts | None = None
+) -> Run:
     if spec.reduce is not None:
         check_reduction(spec.reduce, spec.dtype)
         if backend.name() == "gloo" and spec.dtype not in _TYPES:
@@ -99,10 +107,11 @@ def bind_collective(backend: Any, spec: Spec, timeout_s: float) -> Run:
                 f"gloo does not reduce {spec.dtype}: choose 'peer' instead of gloo (the option "
                 "transport='peer', or backend='peer' in a Program's text), or convert first"
             )
-    if spec.kind != "barrier" and sum(spec.parts) == 0:
+    if spec.kind != "barrier" and sum(spec.parts) == 0 and not spec.counted:
         return lambda src, dst, wait: None  # the rendezvous before it was all
     margin = MARGIN_S if backend.name() == "gloo" else 0.0  # Note [Whose time-out] in backends.py
-    run: Any = _Binder(backend, spec, timedelta(seconds=timeout_s + margin)).bind()
+    binder = _Binder(backend, spec, timedelta(seconds=timeout_s + margin))
+    run: Any = binder.bind() if counts is None else binder.counted(counts)
     return _apart(run) if backend.name() == "ucc" else run
 
 
@@ -283,6 +292,47 @@ class _Binder:
             wait.finish(backend.alltoall_base(into, out, taken, given, options))
 
         return run
+
+    def counted(self, counts: Counts) -> Moves:
+        """An all-to-all whose counts are data. Ranks first tell each other what they send: bytes
+        that one does not expect would end its process, and others would wait for what never comes.
+        """
+        backend, me = self.backend, self.spec.me
+        options = self.options(c10d.AllToAllOptions)
+
+        def run(src: torch.Tensor, dst: torch.Tensor, wait: BoundedWait) -> None:
+            sent, received = counts()
+            told = torch.empty_like(received)
+            wait.finish(backend.alltoall_base(told, sent, [], [], options))
+            numbers = torch.stack((sent, received, told)).tolist()
+            given, taken = checked_counts(*numbers, src.shape[0], dst.shape[0], me)
+            into, out = dst[: sum(taken)], src[: sum(given)]
+            width = dst.stride(0) * dst.element_size()
+            sizes = [[rows * width for rows in side] for side in (taken, given)]
+            ends = as_bytes(into), as_bytes(out)
+            wait.finish(backend.alltoall_base(*ends, *sizes, options))
+            dst[sum(taken) :].zero_()
+
+        return run
+
+
+def checked_counts(
+    sent: list[int], received: list[int], told: list[int], rows: int, room: int, me: int
+) -> tuple[list[int], list[int]]:
+    """The counts of an all-to-all, if they fit its source of `rows`, its destination with `room`
+    and what peers have `told`; raises InputError."""
+    for name, side, most in (("sends", sent, rows), ("receives", received, room)):
+        if min(side) < 0 or sum(side) > most:
+            raise InputError(
+                f"rank {me} of an all-to-all {name} {side} rows, {sum(side)} in all, where {most} "
+                "are the most. fix: declare as many as can come (of experts: `max_rows`)"
+            )
+    if told != received:
+        raise InputError(
+            f"rank {me} of an all-to-all expects {received} rows, and its peers send {told}. "
+            "fix: exchange the counts by an all_to_all, and give what comes as received="
+        )
+    return sent, received
 
 
 @functools.lru_cache(maxsize=16)

@@ -25,6 +25,7 @@ from interlace.comm import (
     exchange,
 )
 from interlace.comm.backends import cut
+from interlace.comm.collectives import Counts
 from interlace.comm.host.signals import stamp, tell
 from interlace.options import BACKENDS
 from interlace.runtime.calling.calls import Thunk, bind_call
@@ -144,16 +145,17 @@ class HostBinder:
         control, queue = team.control, BACKENDS.index(turn.backend)
         src = None if op.src is None else self.values.own(op.src)
         dst = None if op.dst is None else self.values.own(op.dst)
+        counts = self.counts(op)
         if turn.backend == "peer":
             space = self.resources.spaces[op.team]
             bind = lambda parts: bind_peer_collective(  # noqa: E731
-                space, replace(spec, parts=parts), turn.number
+                space, replace(spec, parts=parts), turn.number, counts
             )
         else:
             backend = self.resources.backends[op.team, turn.backend]
             wait = replace(wait, behind=control.behind, cut=partial(cut, backend))
             bind = lambda parts: bind_collective(  # noqa: E731
-                backend, replace(spec, parts=parts), wait.timeout_s
+                backend, replace(spec, parts=parts), wait.timeout_s, counts
             )
         run = self.values.sizes.sized(spec.parts, bind)
         last = op.team, turn.backend, turn.number - 1
@@ -169,6 +171,13 @@ class HostBinder:
             tell(mine, order.run)
 
         return thunk
+
+    def counts(self, op: ir.Collective) -> Counts | None:
+        """The tensors with the counts of an all-to-all, if they are data."""
+        if op.sent is None or op.received is None:
+            return None
+        items, sent, received = self.values.items, *map(self.values.own, (op.sent, op.received))
+        return lambda: (items[sent], items[received])
 
     def messages(self, index: int, ops: tuple[ir.Send | ir.Recv, ...]) -> Thunk:
         parts: list[Transfer] = []

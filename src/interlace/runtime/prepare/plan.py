@@ -259,11 +259,13 @@ def collective_spec(op: ir.Collective, where: ir.Where, box: Callable[[ir.View],
     root = where.index(op.root) if op.root is not None else 0
     if op.kind == "barrier":
         return Spec(op.kind, size, member.index, (), DTYPES[ir.DType.u8])
-    view = op.dst if op.src is None else op.src
+    view = op.dst if op.src is None else op.src  # a counted one has both
     assert view is not None, f"{op.kind} has neither a source nor a destination"
-    split = kind.scales or op.kind == "all_to_all"
+    counted = op.sent is not None
+    split = (kind.scales or op.kind == "all_to_all") and not counted
     parts = _parts(op, where, box, size) if split else (number(box(view).numel),)
-    return Spec(op.kind, size, member.index, parts, DTYPES[box(view).dtype], op.reduce, root)
+    dtype = DTYPES[box(view).dtype]
+    return Spec(op.kind, size, member.index, parts, dtype, op.reduce, root, counted=counted)
 
 
 def _parts(
