@@ -304,8 +304,8 @@ class _Binder:
             sent, received = counts()
             told = torch.empty_like(received)
             wait.finish(backend.alltoall_base(told, sent, [], [], options))
-            numbers = torch.stack((sent, received, told)).tolist()
-            given, taken = checked_counts(*numbers, src.shape[0], dst.shape[0], me)
+            given, taken, told = torch.stack((sent, received, told)).tolist()
+            check_counts(given, taken, told, src.shape[0], dst.shape[0], me)
             into, out = dst[: sum(taken)], src[: sum(given)]
             width = dst.stride(0) * dst.element_size()
             sizes = [[rows * width for rows in side] for side in (taken, given)]
@@ -316,11 +316,11 @@ class _Binder:
         return run
 
 
-def checked_counts(
+def check_counts(
     sent: list[int], received: list[int], told: list[int], rows: int, room: int, me: int
-) -> tuple[list[int], list[int]]:
-    """The counts of an all-to-all, if they fit its source of `rows`, its destination with `room`
-    and what peers have `told`; raises InputError."""
+) -> None:
+    """Raises InputError for counts of an all-to-all that do not fit its source of `rows`, its
+    destination with `room`, or what peers have `told`."""
     for name, side, most in (("sends", sent, rows), ("receives", received, room)):
         if min(side) < 0 or sum(side) > most:
             raise InputError(
@@ -332,7 +332,6 @@ def checked_counts(
             f"rank {me} of an all-to-all expects {received} rows, and its peers send {told}. "
             "fix: exchange the counts by an all_to_all, and give what comes as received="
         )
-    return sent, received
 
 
 @functools.lru_cache(maxsize=16)

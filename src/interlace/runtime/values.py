@@ -20,6 +20,7 @@ import torch
 
 from interlace import ir
 from interlace.comm import Slot
+from interlace.comm.collectives import Counts
 from interlace.errors import ExecutorError, ProgramError
 from interlace.ir.sizes import Int, greatest, numbers
 from interlace.runtime.run_sizes import RunSizes
@@ -219,6 +220,13 @@ class ValueTable:
     def own(self, view: ir.View, member: int | None = None) -> int:
         """The place of a view of this rank's memory, or (symmetric) of a member's."""
         return self.at(view.buffer, self.box(view), member)
+
+    def counts(self, op: ir.Collective) -> Counts | None:
+        """What gives the counts of an all-to-all in a run, where they are data."""
+        if op.sent is None or op.received is None:
+            return None
+        items, sent, received = self.items, self.own(op.sent), self.own(op.received)
+        return lambda: (items[sent], items[received])
 
     def at(self, name: str, box: ir.Box, member: int | None = None) -> int:
         """The place of a box of a buffer, of this rank's memory or of that of a team's `member`."""

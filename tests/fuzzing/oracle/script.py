@@ -326,7 +326,7 @@ class _Rank:
         """The extents of an exchange, whose source is read as far as its rows are sent."""
         assert op.src is not None
         place = len(self.script.lists[*self.queue(op), self.rank]) - 1
-        count = sum(self.rows(op, place, self.rank, peer) for peer in self.team(op.team)[1])
+        count = sum(self.rows(op, place, self.rank, peer) for peer in self.places[op.team].ranks)
         sent = replace(op, src=op.src.slice(0, 0, count))
         return self.extents_of(sent)
 
@@ -339,7 +339,7 @@ class _Rank:
         if key not in self.script.drawn:
             assert op.src is not None
             size = number(op.src.box(self.buffers[op.src.buffer], self.where).sizes[0])
-            most = size // len(self.team(op.team)[1])
+            most = size // len(self.places[op.team].ranks)
             self.script.drawn[key] = draw.choice((0, 0, draw.randint(0, most), most))
         return self.script.drawn[key]
 

@@ -12,15 +12,18 @@ same bits on every rank, whatever the number of chunks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from interlace.comm.collectives import (
     Counts,
+    Moves,
     Run,
     Spec,
     as_bytes,
+    check_counts,
     check_reduction,
-    checked_counts,
     reduce_into,
     split,
 )
@@ -50,7 +53,8 @@ def bind_peer_collective(
 ) -> Run:
     """The function that runs this collective, the `number`-th of this backend in its Program."""
     if counts is not None:
-        return _counted(space, spec, number, counts)
+        counted: Any = _counted(space, spec, number, counts)
+        return counted
     if spec.reduce is not None:
         check_reduction(spec.reduce, spec.dtype)
     nbytes, team = staged_nbytes(spec), space.team
@@ -93,7 +97,7 @@ def bind_peer_collective(
     return run
 
 
-def _counted(space: Workspace, spec: Spec, number: int, counts: Counts) -> Run:
+def _counted(space: Workspace, spec: Spec, number: int, counts: Counts) -> Moves:
     """An all-to-all whose counts are data: each area has what its rank sends to each, then rows."""
     me, head = spec.me, 8 * spec.size
 
@@ -102,14 +106,14 @@ def _counted(space: Workspace, spec: Spec, number: int, counts: Counts) -> Run:
         mark, own = stamp(space.team.control.run, number), space.stages[me]
         given, wanted = sent.tolist(), received.tolist()
         width = dst.stride(0) * dst.element_size()
-        rows = as_bytes(src[: max(0, sum(given))])  # too many or too few: `checked_counts` tells
+        rows = as_bytes(src[: max(0, sum(given))])  # too many or too few: `check_counts` tells
         own[:head].copy_(as_bytes(sent))
         own[head : head + rows.numel()].copy_(rows)
         space.arrived(mark)
         space.await_arrivals(mark, wait)
         all_sent = [stage[:head].view(torch.int64).tolist() for stage in space.stages]
         told = [counts_of[me] for counts_of in all_sent]
-        checked_counts(given, wanted, told, src.shape[0], dst.shape[0], me)
+        check_counts(given, wanted, told, src.shape[0], dst.shape[0], me)
         start = 0
         for stage, counts_of in zip(space.stages, all_sent, strict=True):
             first, count = sum(counts_of[:me]), counts_of[me]

@@ -25,7 +25,6 @@ from interlace.comm import (
     exchange,
 )
 from interlace.comm.backends import cut
-from interlace.comm.collectives import Counts
 from interlace.comm.host.signals import stamp, tell
 from interlace.options import BACKENDS
 from interlace.runtime.calling.calls import Thunk, bind_call
@@ -145,7 +144,7 @@ class HostBinder:
         control, queue = team.control, BACKENDS.index(turn.backend)
         src = None if op.src is None else self.values.own(op.src)
         dst = None if op.dst is None else self.values.own(op.dst)
-        counts = self.counts(op)
+        counts = self.values.counts(op)
         if turn.backend == "peer":
             space = self.resources.spaces[op.team]
             bind = lambda parts: bind_peer_collective(  # noqa: E731
@@ -171,13 +170,6 @@ class HostBinder:
             tell(mine, order.run)
 
         return thunk
-
-    def counts(self, op: ir.Collective) -> Counts | None:
-        """The tensors with the counts of an all-to-all, if they are data."""
-        if op.sent is None or op.received is None:
-            return None
-        items, sent, received = self.values.items, *map(self.values.own, (op.sent, op.received))
-        return lambda: (items[sent], items[received])
 
     def messages(self, index: int, ops: tuple[ir.Send | ir.Recv, ...]) -> Thunk:
         parts: list[Transfer] = []
