@@ -290,6 +290,7 @@ class _Rank:
                 from_root = op.kind in ("broadcast", "scatter")
                 act.gives = op.src is None or self.has_elements(op.src)
                 act.gives = act.gives and (not from_root or self.is_root(op))
+                act.gives = act.gives and op.sent is None  # else the draw says
             case Send() | Recv():
                 script.lists[self.channel(op)].append(act)
             case Alloc(buffer=buffer):
