@@ -100,14 +100,16 @@ def _draws(programs: Sequence[Program]) -> list[random.Random]:
 
 
 def _without_races(one: OracleVerdict, worst: OracleVerdict) -> OracleVerdict:
-    """A verdict without the uses of memory for which two ops race by other counts."""
+    """A verdict without what is told of memory for which two ops race by other counts: of that the
+    checker names two, which need not race by these."""
     raced = {storage for _, _, storage in worst.races}
 
     def kept(uses: frozenset[Use]) -> frozenset[Use]:
         return frozenset(use for use in uses if use[1] not in raced)
 
     uses = kept(one.unwritten), kept(one.freed), kept(one.untaken)
-    return replace(one, unwritten=uses[0], freed=uses[1], untaken=uses[2])
+    races = frozenset(race for race in one.races if race[2] not in raced)
+    return replace(one, races=races, unwritten=uses[0], freed=uses[1], untaken=uses[2])
 
 
 def _passed_over(report: Report) -> bool:
