@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -93,8 +93,43 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-Counts = Callable[[], tuple[torch.Tensor, torch.Tensor]]
-"""The rows that go to each rank, and those that come from there, in this run."""
+@dataclass(slots=True, eq=False)
+class Counts:
+    """The rows that an all-to-all sends to each rank and gets from each, other ones in each run."""
+
+    tensors: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    earlier: Counts | None = None
+    """Those of an exchange that comes before this one in every run, and has the same,"""
+    swapped: bool = False
+    """or goes the other way."""
+    sent: list[int] = field(default_factory=list[int])
+    received: list[int] = field(default_factory=list[int])
+
+    def known(self) -> bool:
+        """Takes the numbers from the earlier exchange, if there is one, which has checked them."""
+        if (other := self.earlier) is None:
+            return False
+        self.sent, self.received = other.sent, other.received
+        if self.swapped:
+            self.sent, self.received = self.received, self.sent
+        return True
+
+    def check(self, told: list[int], rows: int, room: int, me: int) -> None:
+        """Raises InputError for counts that do not fit the source of `rows`, the destination with
+        `room`, or what peers have `told`."""
+        for name, side, most in (("sends", self.sent, rows), ("receives", self.received, room)):
+            if min(side) < 0 or sum(side) > most:
+                raise InputError(
+                    f"rank {me} of an all-to-all {name} {side} rows, {sum(side)} in all, where "
+                    f"{most} are the most. fix: declare as many as can come (of experts: "
+                    "`max_rows`)"
+                )
+        if told != self.received:
+            raise InputError(
+                f"rank {me} of an all-to-all expects {self.received} rows, and its peers send "
+                f"{told}. fix: exchange the counts by an all_to_all, and give what comes as "
+                "received="
+            )
 
 
 def bind_collective(
@@ -294,18 +329,22 @@ class _Binder:
         return run
 
     def counted(self, counts: Counts) -> Moves:
-        """An all-to-all whose counts are data. Ranks first tell each other what they send: bytes
-        that one does not expect would end its process, and others would wait for what never comes.
-        """
+        """An all-to-all whose counts are data. Ranks first tell each other what they send, unless
+        they have: bytes that one does not expect would end its process, and others would wait for
+        what never comes."""
         backend, me = self.backend, self.spec.me
         options = self.options(c10d.AllToAllOptions)
 
         def run(src: torch.Tensor, dst: torch.Tensor, wait: BoundedWait) -> None:
-            sent, received = counts()
-            told = torch.empty_like(received)
-            wait.finish(backend.alltoall_base(told, sent, [], [], options))
-            given, taken, told = torch.stack((sent, received, told)).tolist()
-            check_counts(given, taken, told, src.shape[0], dst.shape[0], me)
+            told = None
+            if not counts.known():
+                sent, received = counts.tensors()
+                arrives = torch.empty_like(received)
+                wait.finish(backend.alltoall_base(arrives, sent, [], [], options))
+                numbers = torch.stack((sent, received, arrives)).tolist()
+                counts.sent, counts.received, told = numbers
+            given, taken = counts.sent, counts.received
+            counts.check(taken if told is None else told, src.shape[0], dst.shape[0], me)
             into, out = dst[: sum(taken)], src[: sum(given)]
             width = dst.stride(0) * dst.element_size()
             sizes = [[rows * width for rows in side] for side in (taken, given)]
@@ -314,24 +353,6 @@ class _Binder:
             dst[sum(taken) :].zero_()
 
         return run
-
-
-def check_counts(
-    sent: list[int], received: list[int], told: list[int], rows: int, room: int, me: int
-) -> None:
-    """Raises InputError for counts of an all-to-all that do not fit its source of `rows`, its
-    destination with `room`, or what peers have `told`."""
-    for name, side, most in (("sends", sent, rows), ("receives", received, room)):
-        if min(side) < 0 or sum(side) > most:
-            raise InputError(
-                f"rank {me} of an all-to-all {name} {side} rows, {sum(side)} in all, where {most} "
-                "are the most. fix: declare as many as can come (of experts: `max_rows`)"
-            )
-    if told != received:
-        raise InputError(
-            f"rank {me} of an all-to-all expects {received} rows, and its peers send {told}. "
-            "fix: exchange the counts by an all_to_all, and give what comes as received="
-        )
 
 
 @functools.lru_cache(maxsize=16)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from interlace.comm.collectives import check_counts
+from interlace.comm.collectives import Counts
 from interlace.errors import GroupError
 from interlace.nn.groups import GroupLike, group_of, size_of
 from interlace.torch_private import resolve_process_group
@@ -181,7 +181,8 @@ def exchange_rows(x: Tensor, sent: Tensor, received: Tensor, rows: int, group_na
     """
     group = resolve_process_group(group_name)
     given, taken = torch.stack((sent, received)).tolist()
-    check_counts(given, taken, taken, x.shape[0], rows, group.rank())
+    counts = Counts(lambda: (sent, received), sent=given, received=taken)
+    counts.check(taken, x.shape[0], rows, group.rank())
     out = x.new_zeros(rows, *x.shape[1:])
     parts = out[: sum(taken)], x[: sum(given)].contiguous()
     dist.all_to_all_single(*parts, taken, given, group=group)

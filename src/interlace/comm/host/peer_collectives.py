@@ -22,7 +22,6 @@ from interlace.comm.collectives import (
     Run,
     Spec,
     as_bytes,
-    check_counts,
     check_reduction,
     reduce_into,
     split,
@@ -102,18 +101,19 @@ def _counted(space: Workspace, spec: Spec, number: int, counts: Counts) -> Moves
     me, head = spec.me, 8 * spec.size
 
     def run(src: torch.Tensor, dst: torch.Tensor, wait: BoundedWait) -> None:
-        sent, received = counts()
+        sent, received = counts.tensors()
         mark, own = stamp(space.team.control.run, number), space.stages[me]
-        given, wanted = sent.tolist(), received.tolist()
+        given, counts.received = sent.tolist(), received.tolist()
+        counts.sent = given
         width = dst.stride(0) * dst.element_size()
-        rows = as_bytes(src[: max(0, sum(given))])  # too many or too few: `check_counts` tells
+        rows = as_bytes(src[: max(0, sum(given))])  # too many or too few: `check` tells
         own[:head].copy_(as_bytes(sent))
         own[head : head + rows.numel()].copy_(rows)
         space.arrived(mark)
         space.await_arrivals(mark, wait)
         all_sent = [stage[:head].view(torch.int64).tolist() for stage in space.stages]
         told = [counts_of[me] for counts_of in all_sent]
-        check_counts(given, wanted, told, src.shape[0], dst.shape[0], me)
+        counts.check(told, src.shape[0], dst.shape[0], me)
         start = 0
         for stage, counts_of in zip(space.stages, all_sent, strict=True):
             first, count = sum(counts_of[:me]), counts_of[me]

@@ -144,7 +144,7 @@ class HostBinder:
         control, queue = team.control, BACKENDS.index(turn.backend)
         src = None if op.src is None else self.values.own(op.src)
         dst = None if op.dst is None else self.values.own(op.dst)
-        counts = self.values.counts(op)
+        counts = self.values.counts(index, op, self.plan.known_counts.get(index))
         if turn.backend == "peer":
             space = self.resources.spaces[op.team]
             bind = lambda parts: bind_peer_collective(  # noqa: E731

@@ -33,7 +33,7 @@ def collective(binder: Binder, lane: Lane, index: int, op: Collective) -> Thunk 
     items = binder.values.items
     src = None if op.src is None else binder.values.own(op.src)
     dst = None if op.dst is None else binder.values.own(op.dst)
-    counts = binder.values.counts(op)
+    counts = binder.values.counts(index, op, binder.plan.known_counts.get(index))
     if counts is not None and (turn.backend == "peer" or binder.context.options.graph):
         how = "in a CUDA graph" if binder.context.options.graph else "by peer memory"
         raise UnsupportedError(
