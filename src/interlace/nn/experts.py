@@ -51,9 +51,13 @@ class DroplessExperts(nn.Module):
         GroupError: the experts do not divide among the ranks and chunks.
 
     Example:
-        >>> mixture = DroplessExperts([first, second], num_experts=16, group=mesh["ep"])
-        >>> top = mixture(x.repeat_interleave(2, 0), chosen.flatten())  # chosen [tokens, 2]
-        >>> y = (top.unflatten(0, (-1, 2)) * share.unsqueeze(-1)).sum(1)
+        >>> class Expert(torch.nn.Linear):  # alone in its chunk, it needs no sizes
+        ...     def forward(self, rows, sizes):
+        ...         return super().forward(rows)
+        >>> chunks = [Expert(32, 32) for _ in range(2)]  # on each of two ranks
+        >>> mixture = DroplessExperts(chunks, num_experts=4, group=mesh)
+        >>> mixture(torch.randn(16, 32), torch.randint(4, (16,))).shape
+        torch.Size([16, 32])
     """
 
     def __init__(
