@@ -50,7 +50,7 @@ class DroplessExperts(nn.Module):
     Raises:
         GroupError: the experts do not divide among the ranks and chunks.
 
-    Example:
+    Examples:
         >>> class Expert(torch.nn.Linear):  # alone in its chunk, it needs no sizes
         ...     def forward(self, rows, sizes):
         ...         return super().forward(rows)
