@@ -99,7 +99,7 @@ class Counts:
 
     tensors: Callable[[], tuple[torch.Tensor, torch.Tensor]]
     earlier: Counts | None = None
-    """Those of an exchange that comes before this one in every run, and has the same,"""
+    """Counts of an exchange that comes before this one in every run, and has the same,"""
     swapped: bool = False
     """or goes the other way."""
     sent: list[int] = field(default_factory=list[int])
