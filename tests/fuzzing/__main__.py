@@ -5,7 +5,8 @@ $ python -m tests.fuzzing --programs 2000000 --seconds 560
 Sets of 2 or 3 ranks with up to three streams and three teams, checked over one to three runs. They
 hold every op (`call`, `copy`, `alloc`, `free`, `record`, `wait`, `host_sync`, all kinds of
 collective, `send`, `recv`, `group`, `put`, `get`, `notify`, `expect`, `fused`), events recorded
-again, slots taken several times in a run, and chunks and buffers by per-rank tables. They do not
+again, slots taken several times in a run, chunks and buffers by per-rank tables, and all-to-alls
+whose counts are data (`--counts`: nearly every set has one). They do not
 hold compiled regions, kernels of a `fused` op, named sizes or FP8.
 
 Ends with code 0 if both agree on all, and with 1 if the verifier misses a fault, reports one that
@@ -21,6 +22,7 @@ import sys
 import time
 
 from tests.fuzzing.campaign import Plan, Tally, run
+from tests.fuzzing.sets import COUNTED
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     words.add_argument("--programs", type=int, default=10_000, help="random sets of Programs")
     words.add_argument("--seed", type=int, default=None, help="default: a fresh one, printed")
     words.add_argument("--seconds", type=float, default=None, help="when no more are begun")
+    words.add_argument("--counts", action="store_true", help="exchanges whose counts are data")
     given = words.parse_args(arguments)
     if given.programs < 1 or (given.seed or 0) < 0:
         words.error("--programs is 1 or more, --seed is 0 or more")
@@ -43,7 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
             counts = f"{tally.misses} misses, {tally.false_alarms} false alarms"
             print(f"{said}, {counts}", file=sys.stderr, flush=True)
 
-    tally = run(Plan(given.programs, seed, given.seconds), hear)
+    counts = 1.0 if given.counts else COUNTED
+    tally = run(Plan(given.programs, seed, given.seconds, counts), hear)
     print(tally)
     for found in tally.found:
         print(f"\n{found.text}")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.fuzzing.compare import CRASH, FALSE_ALARM, MISS, Disagreement, compare
-from tests.fuzzing.sets import drawn
+from tests.fuzzing.sets import COUNTED, drawn
 from tests.fuzzing.shrink import Case, shrink
 
 from interlace.ir.ops import Collective, Fused, Group
@@ -36,6 +36,8 @@ class Plan:
     seed: int
     seconds: float | None = None
     """Time after which no further `PART` sets are begun."""
+    counts: float = COUNTED
+    """The share of all-to-alls whose counts are data; with 1 nearly all sets have one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class Tally:
             f"seed {self.plan.seed}: {self.programs:,} sets of Programs, {self.ops:,} ops, in "
             f"{self.seconds:,.1f} s ({self.rate:,.0f} sets/s)\n"
             f"found: {kinds}\n"
+            f"with counts that are data: {self.met['counts']:,} sets\n"
             f"misses: {self.counts[MISS]}, crashes: {self.counts[CRASH]}, false alarms: "
             f"{self.false_alarms}, passed over (compared in part): {self.passed_over}"
         )
@@ -113,7 +116,7 @@ def run(plan: Plan, hear: Callable[[Tally], None] = lambda tally: None) -> Tally
 
 def _try(number: int, tally: Tally) -> None:
     """Compares what checker and oracle say of one set."""
-    programs, runs = drawn(tally.plan.seed, number)
+    programs, runs = drawn(tally.plan.seed, number, tally.plan.counts)
     fold = number % UNFOLDED != 0
     result = compare(programs, runs, fold=fold)
     facts, size = _facts(programs, runs)
@@ -126,7 +129,7 @@ def _try(number: int, tally: Tally) -> None:
     for each in result.disagreements:
         if sum(one.sort == each.sort for one in tally.found) < SLOWEST:
             case = Case(tuple(programs), runs)
-            tally.found.append(_kept(tally.plan.seed, number, each, case, fold))
+            tally.found.append(_kept(tally.plan, number, each, case, fold))
 
 
 def _facts(programs: list[Program], runs: int) -> tuple[set[str], int]:
@@ -142,22 +145,24 @@ def _facts(programs: list[Program], runs: int) -> tuple[set[str], int]:
             facts.add(type(op).__name__)
             if isinstance(op, Collective):
                 facts.add(op.kind)
+                facts |= {"counts"} if op.sent is not None else set()
             elif isinstance(op, Fused | Group):
                 members = op.ops if isinstance(op, Group) else op.members
                 facts |= {f"{type(one).__name__} in {type(op).__name__}" for one in members}
     return facts, size
 
 
-def _kept(seed: int, number: int, wanted: Disagreement, case: Case, fold: bool) -> Found:
+def _kept(plan: Plan, number: int, wanted: Disagreement, case: Case, fold: bool) -> Found:
     """A disagreement with its set made small."""
 
     def persists(one: Case) -> bool:
         return wanted in compare(one.programs, one.runs, fold=fold).disagreements
 
-    small = shrink(case, persists)
+    small, seed = shrink(case, persists), plan.seed
+    way = " --counts" if plan.counts == 1 else ""
     text = (
         f"# {wanted.sort}: {wanted.fault}\n"
-        f"# found by: python -m tests.fuzzing --seed {seed}, set {number}\n"
+        f"# found by: python -m tests.fuzzing --seed {seed}{way}, set {number}\n"
         f"# runs: {small.runs}\n\n{print_set(small.programs)}"
     )
     return Found(seed, number, wanted.sort, wanted.fault, small.runs, small.num_ops, text)

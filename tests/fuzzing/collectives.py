@@ -39,6 +39,7 @@ def draw_collective(draw: Draw, slot: View | None = None) -> Collective:
     """Any kind, between any buffers; one side of it is (a part of) `slot`, if given."""
     rng, team = draw.rng, draw.team()
     name = rng.choice([*KINDS, "all_gather", "all_reduce"])
+    name = "all_to_all" if draw.counted == 1 and rng.random() < 0.7 else name
     kind = KINDS[name]
     wide = [View(b.name) for b in draw.live if b.shape[0] == draw.rows_of_all]
     if team.size < draw.size:  # as many rows as its ranks have together
@@ -65,6 +66,14 @@ def draw_collective(draw: Draw, slot: View | None = None) -> Collective:
         dst = part(dst)
     if not kind.scales and name != "all_to_all" and rng.random() < 0.4:  # in place
         src, dst = (src, src) if src.buffer == (slot or dst).buffer else (dst, dst)
+    counts: tuple[View | None, View | None] = (None, None)
+    if name == "all_to_all" and rng.random() < draw.counted:
+        counts = draw.counts_of(team)
+        if src.buffer == dst.buffer and rng.random() < 0.8:  # which is a fault by itself
+            draw.alloc("symmetric")
+            dst = View(draw.live[-1].name)
+            dst = dst if team.size == draw.size else dst.slice(0, 0, 2 * team.size)
+        src, dst = (part(view) if rng.random() < 0.2 else view for view in (src, dst))
     moves = kind.reads != "none"
     return Collective(
         kind=name,
@@ -74,6 +83,8 @@ def draw_collective(draw: Draw, slot: View | None = None) -> Collective:
         reduce="sum" if kind.reduces else None,
         root=rng.randrange(team.size) if kind.rooted else None,
         splits=None if splits is None else splits.name,
+        sent=counts[0],
+        received=counts[1],
         backend=rng.choice((None, None, None, "gloo")),
         stream=draw.stream(),
     )

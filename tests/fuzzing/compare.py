@@ -9,6 +9,10 @@ all: memory.py). Reads of what nothing wrote, and uses of what is not there, are
 nothing races for that memory: elsewhere they differ from order to order. What the checker says
 waits forever must wait forever.
 
+Where counts are data, the oracle explores a set once more for each of some draws of them. The
+checker's verdict is for all counts, so it must name what goes wrong by any of them; only where each
+rank keeps all of its rows must the oracle find all that the checker names.
+
 The oracle explores several runs in a row, of which the checker builds one. Where what one rank does
 has no other end, or a slot does not come back, that is the fault, and one run is explored too.
 
@@ -20,9 +24,11 @@ buffer freed twice, or one that is not the Program's) nothing else is compared.
 
 from __future__ import annotations
 
+import random
 import re
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from tests.fuzzing.oracle.machine import OracleVerdict, Use, explore
@@ -37,6 +43,8 @@ MISS, FALSE_ALARM, CRASH = "miss", "false alarm", "crash"
 LIFETIME = {"use-after-free", "use-before-alloc"}
 LISTED = ("event", "leak", "double-free", "bad-free")
 """Faults that the lists alone show."""
+DRAWS = 2
+"""Draws of the counts of a set that are explored, beside the worst."""
 UNBALANCED = {"leak", "mismatch"}
 """Faults of a set whose runs are not alike."""
 
@@ -67,7 +75,9 @@ def compare(programs: Sequence[Program], runs: int, *, fold: bool = True) -> Com
     """Checks and explores a set of Programs; without `fold` the checker visits every rank."""
     try:
         report = check(programs, fold=fold)
-        verdict = explore(programs, runs=1 if report.kinds() & UNBALANCED else runs)
+        runs = 1 if report.kinds() & UNBALANCED else runs
+        verdict = explore(programs, runs=runs)
+        drawn = [explore(programs, runs=runs, counts=rng) for rng in _draws(programs)]
     except Exception as error:  # the campaign goes on, and keeps what made it
         where = traceback.extract_tb(error.__traceback__)[-1]
         name = f"{type(error).__name__} in {where.filename.rpartition('/')[2]}, {where.name}"
@@ -77,7 +87,29 @@ def compare(programs: Sequence[Program], runs: int, *, fold: bool = True) -> Com
     over = _passed_over(report)
     if not over:
         found += _Orders(programs, report, verdict).run()
+        for one in drawn:
+            shown = _without_races(one, verdict)
+            found += [each for each in _Orders(programs, report, shown).run() if each.sort == MISS]
     return Comparison(kinds or frozenset(("sound",)), tuple(dict.fromkeys(found)), over)
+
+
+def _draws(programs: Sequence[Program]) -> list[random.Random]:
+    """What draws the counts of the exchanges of a set: the same for the same set."""
+    counted = any(op.sent for program in programs for op in program.collectives().values())
+    return [random.Random(seed) for seed in range(DRAWS if counted else 0)]
+
+
+def _without_races(one: OracleVerdict, worst: OracleVerdict) -> OracleVerdict:
+    """A verdict without what is told of memory for which two ops race by other counts: of that the
+    checker names two, which need not race by these."""
+    raced = {storage for _, _, storage in worst.races}
+
+    def kept(uses: frozenset[Use]) -> frozenset[Use]:
+        return frozenset(use for use in uses if use[1] not in raced)
+
+    uses = kept(one.unwritten), kept(one.freed), kept(one.untaken)
+    races = frozenset(race for race in one.races if race[2] not in raced)
+    return replace(one, races=races, unwritten=uses[0], freed=uses[1], untaken=uses[2])
 
 
 def _passed_over(report: Report) -> bool:

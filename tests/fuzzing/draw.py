@@ -54,8 +54,9 @@ ROWS = 2
 class Draw:
     """Draws one SPMD Program."""
 
-    def __init__(self, rng: random.Random, size: int | None = None) -> None:
-        self.rng = rng
+    def __init__(self, rng: random.Random, size: int | None = None, counts: float = 0.0) -> None:
+        """`counts`: the share of all-to-alls whose counts are data."""
+        self.rng, self.counted = rng, counts
         self.size = size or rng.choice((2, 2, 2, 3))
         self.width = rng.choice((2, 2, 3, 4))
         self.slot_teams = ["tp"]
@@ -68,6 +69,8 @@ class Draw:
         self.ops: list[Op] = []
         self.last: dict[str, dict[str, bool]] = {}  # buffer -> stream -> whether it wrote
         self.live: list[Buffer] = []
+        self.counts: dict[str, Buffer] = {}
+        """Inputs with the counts of exchanges, by name."""
         self.where = Program(teams=tuple(self.teams), tables=tuple(self.tables)).where(0)
         self.num_events = 0
         self.num_signals = 0
@@ -92,7 +95,10 @@ class Draw:
             for i in range(1, self.size):
                 self.add(Copy(src=View("x"), dst=whole.chunk(i, self.size)))
         steps = self.steps()
-        for step in self.rng.choices([*steps], [*steps.values()], k=num_steps):
+        drawn = self.rng.choices([*steps], [*steps.values()], k=num_steps)
+        if self.counted == 1:
+            drawn[self.rng.randrange(num_steps)] = self.collective
+        for step in drawn:
             step()
         for buffer in [b for b in self.live if b.kind == "symmetric"]:
             if self.rng.random() < 0.95:
@@ -100,7 +106,7 @@ class Draw:
         return Program(
             teams=tuple(self.teams),
             tables=self.used_tables(),
-            params=tuple(params),
+            params=(*params, *self.counts.values()),
             ops=tuple(self.ops),
             results=(View("y"),),
         )
@@ -118,6 +124,7 @@ class Draw:
             self.one_sided: 5,
             self.free: 2,
             self.host_sync: 0.5,
+            self.count: 0.5,
             self.stray: 0.5,
         }
 
@@ -242,6 +249,19 @@ class Draw:
 
     def collective(self) -> None:
         self.add(draw_collective(self))
+
+    def counts_of(self, team: Team) -> tuple[View, View]:
+        """Two inputs with a count for each rank of a team, or one and the same."""
+        names = [f"counts{self.rng.randrange(2)}_{team.name}" for _ in range(2)]
+        for name in names:
+            self.counts[name] = Buffer(name, DType.i64, (team.size,), "input")
+        return View(names[0]), View(names[1])
+
+    def count(self) -> None:
+        """Writes counts, if there are any."""
+        if self.counts:
+            view = View(self.rng.choice([*self.counts]))
+            self.call("aten.neg_.default", self.stream(), (view,), view, mutates=True)
 
     def in_flight(self) -> None:
         draw_in_flight(self, self.reachable())

@@ -12,6 +12,9 @@ from tests.fuzzing.wide import PAIR, WideDraw
 
 from interlace.ir import Alloc, Call, Free, Fused, Op, Program
 
+COUNTED = 0.6
+"""The share of all-to-alls whose counts are data."""
+
 
 def mutilate(program: Program, rng: random.Random) -> Program:
     """The Program with one op dropped, moved, repeated, or put on another stream."""
@@ -49,9 +52,9 @@ def mutilate(program: Program, rng: random.Random) -> Program:
     return program.replace(ops=tuple(ops))
 
 
-def random_set(rng: random.Random, num_steps: int = 5) -> list[Program]:
+def random_set(rng: random.Random, num_steps: int = 5, counts: float = COUNTED) -> list[Program]:
     """One SPMD Program, or the same ranks as a set with one of them mutilated."""
-    program = WideDraw(rng).program(num_steps)
+    program = WideDraw(rng, counts=counts).program(num_steps)
     if rng.random() < 0.3:
         program = mutilate(program, rng)
     partial = any(team.name == PAIR for team in program.teams)
@@ -90,7 +93,7 @@ STEPS = (1, 1, 1, 2, 2, 2, 3, 3, 4, 6)
 RUNS = (1, 1, 2, 2, 2, 3)
 
 
-def drawn(seed: int, number: int) -> tuple[list[Program], int]:
+def drawn(seed: int, number: int, counts: float = COUNTED) -> tuple[list[Program], int]:
     """The set of that number of a campaign, and in how many runs it is to be checked."""
     rng = random.Random(seed << 32 | number)
-    return random_set(rng, rng.choice(STEPS)), rng.choice(RUNS)
+    return random_set(rng, rng.choice(STEPS), counts), rng.choice(RUNS)

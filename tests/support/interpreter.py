@@ -86,6 +86,8 @@ class Machine:
         self.patient = patient
         self.given: dict[object, torch.Tensor | None] = {}
         """Contribution of each rank to each collective and message that it has begun, by run."""
+        self.sent: dict[object, list[int]] = {}
+        """The rows that each rank sends to each, where counts are data, by run and collective."""
         self.intact: dict[tuple[int, int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         """Sources of the ops under way, each with its contents at the begin."""
         self.slots: dict[tuple[str, TeamKey], Slot] = {}
@@ -157,6 +159,9 @@ class Machine:
     def awaited(self, rank: Rank, op: Collective, i: int) -> Sequence[int]:
         """The members whose begin a rank's end of a collective comes after."""
         members = rank.collective_key[i][0][1]
+        if op.received is not None and not self.patient:
+            rows = rank.tensor(op.received).tolist()
+            return [member for member, count in zip(members, rows, strict=True) if count]
         if self.patient or op.root is None:
             return members
         root = members[rank.where.index(op.root)]
@@ -185,6 +190,8 @@ class Machine:
                 gives = self.has_part(rank, item, KINDS[item.kind].reads)
                 key = (rank.run, rank.collective_key[i], rank.rank)
                 self.given[key] = take(item.src) if gives else None
+                if item.sent is not None:
+                    self.sent[key] = rank.tensor(item.sent).tolist()
                 if item.dst is not None and self.has_part(rank, item, KINDS[item.kind].writes):
                     places.append(item.dst)
                 continue
@@ -244,9 +251,25 @@ class Machine:
         given = [self.given.get((rank.run, key, member)) for member in key[0][1]]
         table = None if op.splits is None else numbers(where.table(op.splits).values)
         root = where.index(op.root) if op.root is not None else 0
-        value = collect(op, given, where.member(op.team).index, root, table)
         assert op.dst is not None
         dst = rank.tensor(op.dst)
+        if op.received is not None:
+            width = dst.stride(0)
+            me, value = where.member(op.team).index, dst.new_zeros(dst.numel())
+            place = 0
+            for j, member in enumerate(key[0][1]):
+                count = int(rank.tensor(op.received)[j])
+                if not count:
+                    continue
+                sent, source = self.sent[rank.run, key, member], given[j]
+                assert source is not None
+                assert sent[me] == count
+                start = sum(sent[:me]) * width
+                value[place : place + count * width] = source[start : start + count * width]
+                place += count * width
+            dst.copy_(value.reshape(dst.shape))
+            return
+        value = collect(op, given, where.member(op.team).index, root, table)
         assert dst.numel() == value.numel(), f"{op}: {value.numel()} elements for {dst.shape}"
         dst.copy_(value.reshape(dst.shape))
 

@@ -29,6 +29,7 @@ from interlace.verify.sweep import Cell, Content, Sweep
 FOLDER = GOLDEN / "fuzz"
 ORDER, BIND = _RunBuilder.order, _Lowering.bind
 RESOLVE, MEET = Regions._resolve, GraphBuilder._meet
+HAS_PART = GraphBuilder._has_part
 
 
 def always(*_: object) -> bool:
@@ -90,9 +91,15 @@ def not_in_turn(self: GraphBuilder, queue: Any, come: Any, standing: Any) -> Non
     MEET(self, queue, come, standing)
 
 
+def counts_as_well(self: GraphBuilder, at: Any, write: bool) -> bool:
+    op = at.item.collective
+    return (op is not None and op.sent is not None) or HAS_PART(self, at, write)
+
+
 PLANTED: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "everyone contributes and needs": (GraphBuilder, "_has_part", always),
     "nobody contributes": (GraphBuilder, "_has_part", never),
+    "counts are never 0": (GraphBuilder, "_has_part", counts_as_well),
     "no slot comes back": (GraphBuilder, "_await_frees", nothing),
     "messages order nothing": (GraphBuilder, "_deliver", nothing),
     "collectives do not queue": (GraphBuilder, "_meet", not_in_turn),
@@ -127,7 +134,8 @@ def search(name: str, first_seed: int, seeds: int = 80) -> str:
     with planted(name), pytest.MonkeyPatch.context() as patch:
         patch.setattr(campaigns, "SLOWEST", 3)
         for seed in range(first_seed, first_seed + seeds):
-            done = campaigns.run(campaigns.Plan(250, seed))
+            share = 1.0 if "counts" in name else campaigns.COUNTED
+            done = campaigns.run(campaigns.Plan(250, seed, counts=share))
             if done.found:
                 best = min(done.found, key=lambda one: one.num_ops)
                 print(f"{name}: {done.counts.total()} by seed {seed}, {best.num_ops} ops")

@@ -60,6 +60,23 @@ def test_tables_of_uneven_parts() -> None:
     assert told(finding)[0] == "its members disagree on the splits"
 
 
+COUNTS = "c: i64[2], "
+
+
+def test_counts_that_are_data() -> None:
+    """Ranks may have different numbers of rows; all take counts, or none."""
+    by_counts = "main: all_to_all(x, y, sent=c, received=c, team=tp)"
+    rows = [(f"{COUNTS}x: f32[{n}, 2], y: out[f32[{8 - n}, 2]]", by_counts) for n in (3, 5)]
+    assert found(*rows) == []
+    even = f"{COUNTS}x: f32[4, 2], y: out[f32[4, 2]]", "main: all_to_all(x, y, team=tp)"
+    (finding,) = found(rows[0], even)
+    assert told(finding)[0] == "its members disagree on the splits"
+    assert [role for _, role in told(finding)[1]] == ["has splits data", "has splits even"]
+    wide = f"{COUNTS}x: f32[4, 3], y: out[f32[4, 3]]", by_counts
+    (finding,) = found(rows[0], wide)
+    assert told(finding)[0] == "its members disagree on the source shape"
+
+
 # One fault does not hide another, nor is it told twice
 
 

@@ -56,6 +56,15 @@ def test_random_programs(seed: int, record_property: Callable[[str, object], Non
         assert tally.met[sort] >= 20, f"only {tally.met[sort]} with {sort}"
 
 
+def test_exchanges_whose_counts_are_data(seed: int) -> None:
+    """The verdict is for all counts: no draw of them shows a fault that it has not."""
+    tally = run(Plan(PROGRAMS // 8, seed, counts=1.0))
+    assert not tally.counts, "\n\n".join(found.text for found in tally.found)
+    assert tally.met["counts"] >= PROGRAMS // 16
+    for sort in ("sound", "race", "uninitialized", "deadlock"):
+        assert tally.kinds[sort] >= 10, f"only {tally.kinds[sort]} of {sort}"
+
+
 def check_in_all_ways(programs: Sequence[Program]) -> None:
     """The checker says the same of every rank, in other orders and one after another."""
     report = check(programs)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d
 
 from interlace.comm.backends import MARGIN_S
 from interlace.comm.host.signals import BoundedWait
-from interlace.errors import UnsupportedError
+from interlace.errors import InputError, UnsupportedError
 
 c10d: Any = distributed_c10d
 
@@ -72,6 +72,8 @@ class Spec:
     merges: bool = False
     """An all-to-all whose parts are cut on the destination's side: every rank sends its own part to
     all, and the parts that it receives have their owners' sizes."""
+    counted: bool = False
+    """An all-to-all whose counts are data; `parts` has the most elements that the rank sends."""
 
     @property
     def even(self) -> bool:
@@ -91,7 +93,48 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def bind_collective(backend: Any, spec: Spec, timeout_s: float) -> Run:
+@dataclass(slots=True, eq=False)
+class Counts:
+    """The rows that an all-to-all sends to each rank and gets from each, other ones in each run."""
+
+    tensors: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    earlier: Counts | None = None
+    """Counts of an exchange that comes before this one in every run, and has the same,"""
+    swapped: bool = False
+    """or goes the other way."""
+    sent: list[int] = field(default_factory=list[int])
+    received: list[int] = field(default_factory=list[int])
+
+    def known(self) -> bool:
+        """Takes the numbers from the earlier exchange, if there is one, which has checked them."""
+        if (other := self.earlier) is None:
+            return False
+        self.sent, self.received = other.sent, other.received
+        if self.swapped:
+            self.sent, self.received = self.received, self.sent
+        return True
+
+    def check(self, told: list[int], rows: int, room: int, me: int) -> None:
+        """Raises InputError for counts that do not fit the source of `rows`, the destination with
+        `room`, or what peers have `told`."""
+        for name, side, most in (("sends", self.sent, rows), ("receives", self.received, room)):
+            if min(side) < 0 or sum(side) > most:
+                raise InputError(
+                    f"rank {me} of an all-to-all {name} {side} rows, {sum(side)} in all, where "
+                    f"{most} are the most. fix: declare as many as can come (of experts: "
+                    "`max_rows`)"
+                )
+        if told != self.received:
+            raise InputError(
+                f"rank {me} of an all-to-all expects {self.received} rows, and its peers send "
+                f"{told}. fix: exchange the counts by an all_to_all, and give what comes as "
+                "received="
+            )
+
+
+def bind_collective(
+    backend: Any, spec: Spec, timeout_s: float, counts: Counts | None = None
+) -> Run:
     if spec.reduce is not None:
         check_reduction(spec.reduce, spec.dtype)
         if backend.name() == "gloo" and spec.dtype not in _TYPES:
@@ -99,10 +142,11 @@ def bind_collective(backend: Any, spec: Spec, timeout_s: float) -> Run:
                 f"gloo does not reduce {spec.dtype}: choose 'peer' instead of gloo (the option "
                 "transport='peer', or backend='peer' in a Program's text), or convert first"
             )
-    if spec.kind != "barrier" and sum(spec.parts) == 0:
+    if spec.kind != "barrier" and sum(spec.parts) == 0 and not spec.counted:
         return lambda src, dst, wait: None  # the rendezvous before it was all
     margin = MARGIN_S if backend.name() == "gloo" else 0.0  # Note [Whose time-out] in backends.py
-    run: Any = _Binder(backend, spec, timedelta(seconds=timeout_s + margin)).bind()
+    binder = _Binder(backend, spec, timedelta(seconds=timeout_s + margin))
+    run: Any = binder.bind() if counts is None else binder.counted(counts)
     return _apart(run) if backend.name() == "ucc" else run
 
 
@@ -281,6 +325,32 @@ class _Binder:
             into = as_bytes(dst) if sum(taken) else nothing(device)
             out = as_bytes(src) if sum(given) else nothing(device)
             wait.finish(backend.alltoall_base(into, out, taken, given, options))
+
+        return run
+
+    def counted(self, counts: Counts) -> Moves:
+        """An all-to-all whose counts are data. Ranks first tell each other what they send, unless
+        they have: bytes that one does not expect would end its process, and others would wait for
+        what never comes."""
+        backend, me = self.backend, self.spec.me
+        options = self.options(c10d.AllToAllOptions)
+
+        def run(src: torch.Tensor, dst: torch.Tensor, wait: BoundedWait) -> None:
+            told = None
+            if not counts.known():
+                sent, received = counts.tensors()
+                arrives = torch.empty_like(received)
+                wait.finish(backend.alltoall_base(arrives, sent, [], [], options))
+                numbers = torch.stack((sent, received, arrives)).tolist()
+                counts.sent, counts.received, told = numbers
+            given, taken = counts.sent, counts.received
+            counts.check(taken if told is None else told, src.shape[0], dst.shape[0], me)
+            into, out = dst[: sum(taken)], src[: sum(given)]
+            width = dst.stride(0) * dst.element_size()
+            sizes = [[rows * width for rows in side] for side in (taken, given)]
+            ends = as_bytes(into), as_bytes(out)
+            wait.finish(backend.alltoall_base(*ends, *sizes, options))
+            dst[sum(taken) :].zero_()
 
         return run
 

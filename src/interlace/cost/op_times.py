@@ -152,6 +152,8 @@ class _Pricing:
         machine, team = self.machine, self.teams[op.team]
         views = [view for view in (op.src, op.dst) if view is not None]
         whole = max((self.nbytes(view) for view in views), default=0)
+        if op.sent is not None:  # the larger one has room for what seldom comes
+            whole = min(map(self.nbytes, views))
         transport = op.backend or machine.backend
         nbytes = link_bytes(op.kind, whole, team.size)
         inside = Cost(*machine.link(transport).times(op.kind, nbytes, team.size), transport)

@@ -216,9 +216,11 @@ class TeamOptions(TypedDict, total=False):
 
 
 class CollectiveOptions(TeamOptions, total=False):
-    """The same, with a table of uneven parts, and what some kinds have."""
+    """The same, with a table of uneven parts or counts that are data, and what some kinds have."""
 
     splits: Table | str | None
+    sent: Viewed | None
+    received: Viewed | None
     reduce: str | None
     root: Index | None
 
@@ -247,8 +249,8 @@ class Builder:
 
     Methods for ops take views (what `input`, `alloc` and so on return, and views of these) and the
     fields of the op ([Ops](../ops.md)): `team` where the peer does not name it, and `backend`,
-    `splits`, `reduce` and `root` of collectives. Buffers take `strides`, `alloc` also `storage` and
-    `offset`; sites what a `Site` has.
+    `splits`, `sent`, `received`, `reduce` and `root` of collectives. Buffers take `strides`,
+    `alloc` also `storage` and `offset`; sites what a `Site` has.
 
     Args:
         name, ranks, lines: as of `interlace.program`, which makes builders.

@@ -352,6 +352,10 @@ class Collective(Op):
     `src` and `dst` are contiguous boxes split along dimension 0: into even parts, or by the table
     `splits`. A broadcast writes `dst` on every rank and reads `src` on the root alone. Some kinds
     work in place. What a kind does not read (`src`) or write (`dst`) on this rank may be None.
+
+    The parts of an `all_to_all` may be data: `sent` and `received` hold, as one i64 for each rank,
+    the rows that go there and come from there. They follow one another from row 0; further rows of
+    `src` are not sent, and those of `dst` become zero.
     """
 
     kind: str = field(metadata=written(words=KINDS))
@@ -360,6 +364,8 @@ class Collective(Op):
     reduce: str | None = None
     root: Index | None = None
     splits: str | None = field(default=None, metadata=written("table"))
+    sent: View | None = field(default=None, metadata=written(access="read"))
+    received: View | None = field(default=None, metadata=written(access="read"))
     team: str = field(metadata=TEAM)
     backend: str | None = None
 

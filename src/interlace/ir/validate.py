@@ -636,6 +636,7 @@ class Checker:
                 raise self.fault(
                     f"{self.show(view)} is not contiguous", "copy it to a contiguous buffer first"
                 )
+        counted = self.counts(op, team) if op.sent is not None or op.received is not None else False
         values = None if op.splits is None else self.tables[op.splits].values
         if values is not None and len(values) != team.size:
             what = f"table {op.splits!r} has {len(values)} entries for {team.size} ranks"
@@ -649,7 +650,7 @@ class Checker:
                     raise self.fault(f"{what} rows", "correct the view, or the table")
         if op.src is not None and op.dst is not None:
             both = self.boxes(op.src), self.boxes(op.dst)
-            key = op.kind, op.team, op.splits, *map(id, both)  # layers have them alike
+            key = op.kind, op.team, op.splits, counted, *map(id, both)  # layers have them alike
             if key in self.agreed:
                 return
             self.spend(len(self.wheres))
@@ -659,13 +660,27 @@ class Checker:
                 found = {(id(src), id(dst)): (w, src, dst) for w, src, dst in found}.values()
             for where, src, dst in found:
                 index = where.members[op.team].index
-                wrong = _collective_mismatch(op.kind, src, dst, index, team.size, values)
+                wrong = _collective_mismatch(op.kind, src, dst, index, team.size, values, counted)
                 if wrong is not None:
                     raise self.fault(
                         f"{op.kind} from {_type(src)} to {_type(dst)} on rank {where.rank}: "
                         f"{wrong}",
                         "correct the views, or name the table of uneven parts: splits=rows",
                     )
+
+    def counts(self, op: Collective, team: Team) -> bool:
+        """Rules for the counts of an all-to-all that are data."""
+        if op.kind != "all_to_all" or op.splits is not None:
+            what = f"{op.kind}{' with splits=' * (op.splits is not None)} takes no counts"
+            raise self.fault(what, "leave sent= and received= out")
+        for view, name in ((op.sent, "sent"), (op.received, "received")):
+            if view is None:
+                raise self.fault(f"all_to_all lacks {name}=", "give both sent= and received=")
+            for box in {id(box): box for box in self.boxes(view)}.values():
+                if box.dtype != DType.i64 or box.sizes != (team.size,) or not box.contiguous:
+                    what = f"{name}= is {_type(box)}: it holds one count for each rank"
+                    raise self.fault(what, f"give a contiguous i64[{team.size}]")
+        return True
 
     def at_root(self, op: Collective) -> list[bool]:
         """True for each rank that is the root."""
@@ -776,13 +791,19 @@ def _type(box: Box) -> str:
 
 
 def _collective_mismatch(
-    kind: str, src: Box, dst: Box, index: int, size: int, splits: tuple[Int, ...] | None
+    kind: str,
+    src: Box,
+    dst: Box,
+    index: int,
+    size: int,
+    splits: tuple[Int, ...] | None,
+    counted: bool,
 ) -> str | None:
     """Why `src` and `dst` of member `index` do not fit the kind; None if they do."""
     if src.dtype != dst.dtype:
         return "the element types differ"
     scales = KINDS[kind].scales
-    if splits is None and not scales:
+    if splits is None and not scales and not counted:
         if src.sizes != dst.sizes:
             return "the sizes differ"
         if kind == "all_to_all" and (not src.sizes or src.sizes[0] % size):
@@ -790,6 +811,8 @@ def _collective_mismatch(
         return None
     if not src.sizes or not dst.sizes or src.sizes[1:] != dst.sizes[1:]:
         return "the sizes after dimension 0 differ"
+    if counted:
+        return None
     rows = (src.sizes[0], dst.sizes[0])
     if scales:
         part, whole = rows if scales == "gather" else rows[::-1]

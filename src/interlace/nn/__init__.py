@@ -5,7 +5,8 @@ from interlace.nn import CrossEntropyLoss, GroupedLinear
 loss = CrossEntropyLoss(label_smoothing=0.1)(logits, target)
 """
 
+from interlace.nn.experts import DroplessExperts
 from interlace.nn.grouped.linear import GroupedLinear
 from interlace.nn.losses import CrossEntropyLoss, LinearCrossEntropyLoss
 
-__all__ = ["CrossEntropyLoss", "GroupedLinear", "LinearCrossEntropyLoss"]
+__all__ = ["CrossEntropyLoss", "DroplessExperts", "GroupedLinear", "LinearCrossEntropyLoss"]

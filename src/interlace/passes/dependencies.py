@@ -400,7 +400,7 @@ def _order(
 
 def orders_all(program: Program, op: Collective) -> bool:
     """True if each member's end of a collective comes after the begin of all."""
-    if KINDS[op.kind].rooted:
+    if KINDS[op.kind].rooted or op.sent is not None:
         return False
     splits = next((t.values for t in program.tables if t.name == op.splits), ())
     return 0 not in splits

@@ -20,6 +20,7 @@ import torch
 
 from interlace import ir
 from interlace.comm import Slot
+from interlace.comm.collectives import Counts
 from interlace.errors import ExecutorError, ProgramError
 from interlace.ir.sizes import Int, greatest, numbers
 from interlace.runtime.run_sizes import RunSizes
@@ -164,6 +165,7 @@ class ValueTable:
         """Buffers that it returns, or that an op touches which is not the Call that makes them."""
         self._slots = slots
         self._places: dict[tuple[str, int | None, ir.Box], int] = {}
+        self._counts: dict[int, tuple[Counts, int]] = {}
         self._families: dict[str, _Family] = {}
         self._viewed: list[_Family] = []
         """Inputs and outputs of which calls take views."""
@@ -219,6 +221,19 @@ class ValueTable:
     def own(self, view: ir.View, member: int | None = None) -> int:
         """The place of a view of this rank's memory, or (symmetric) of a member's."""
         return self.at(view.buffer, self.box(view), member)
+
+    def counts(self, index: int, op: ir.Collective, earlier: int | None) -> Counts | None:
+        """The counts of the all-to-all at `index`, where they are data; `earlier` is an exchange
+        that has the same."""
+        if op.sent is None or op.received is None:
+            return None
+        items, sent, received = self.items, self.own(op.sent), self.own(op.received)
+        counts = Counts(lambda: (items[sent], items[received]))
+        if earlier is not None:
+            counts.earlier = self._counts[earlier][0]
+            counts.swapped = self._counts[earlier][1] != sent
+        self._counts[index] = counts, sent
+        return counts
 
     def at(self, name: str, box: ir.Box, member: int | None = None) -> int:
         """The place of a box of a buffer, of this rank's memory or of that of a team's `member`."""

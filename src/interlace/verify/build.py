@@ -163,6 +163,8 @@ class GraphBuilder:
         op, where = at.item.collective, at.place.where
         if op is not None and KINDS[op.kind].reads == "none":
             return True
+        if op is not None and op.sent is not None and not write:
+            return False  # its counts may be 0
         touched = [
             self.regions.at(touch.spot, where)
             for touch in at.item.touches

@@ -5,7 +5,7 @@ some ranks issue is reported here (where the sequences part) and as the deadlock
 
     op           facts that those who meet in it must have in common
     Collective   kind, reduction, root, splits, element type, shapes (which fit each other on every
-                 rank by itself: `validate` sees to that)
+                 rank by itself: `validate` sees to that); where counts are data, not the rows
     Send, Recv   size, element type, backend
     Alloc        size, of a slot
 
@@ -121,9 +121,12 @@ class _Matcher:
         row, known = KINDS[op.kind], src or dst
         table = None if op.splits is None else where.table(op.splits).values
         parts = op.kind == "all_to_all" and table is not None  # a side holds all, or its own parts
+        counted = op.sent is not None
         sides = {"source": (src, row.reads, "gather"), "destination": (dst, row.writes, "scatter")}
         shapes = {
-            f"{side} shape": _shape(box, op.splits is None or (row.scales != apart and not parts))
+            f"{side} shape": _shape(
+                box, not counted and (op.splits is None or (row.scales != apart and not parts))
+            )
             if who == "all"
             else None
             for side, (box, who, apart) in sides.items()
@@ -132,7 +135,7 @@ class _Matcher:
             "kind": op.kind,
             "reduction": op.reduce or "none",
             "root": "none" if op.root is None else where.index(op.root),
-            "splits": "even" if table is None else table,
+            "splits": "data" if counted else "even" if table is None else table,
             "element type": None if known is None else known.dtype,
             "cut side": _cut_side(src, dst, table) if parts and table is not None else None,
             **shapes,

@@ -178,7 +178,7 @@ class _Walk:
                 first = where.table(op.splits).starts[index]
             return _cut(root, first * row, box.nbytes)
         if op.kind == "all_to_all":
-            if op.splits is not None:
+            if op.splits is not None or op.sent is not None:
                 return None
             size = box.nbytes // len(ranks)
             given = [_cut(one, size * index, size) for one in given]

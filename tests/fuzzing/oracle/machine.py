@@ -32,6 +32,7 @@ Why it need not visit every state
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -95,9 +96,11 @@ class OracleVerdict:
         return bool(self.untaken)
 
 
-def explore(programs: Program | Sequence[Program], *, runs: int = 2) -> OracleVerdict:
-    """Decides `runs` unjoined runs."""
-    script = Script([programs] if isinstance(programs, Program) else programs, runs)
+def explore(
+    programs: Program | Sequence[Program], *, runs: int = 2, counts: random.Random | None = None
+) -> OracleVerdict:
+    """Decides `runs` unjoined runs; `counts` draws the counts that are data."""
+    script = Script([programs] if isinstance(programs, Program) else programs, runs, counts)
     weak = OracleMachine(script, strong=False)
     order = OracleMachine(script, strong=True).go()
     stuck = frozenset[Place]()

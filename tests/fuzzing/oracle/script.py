@@ -10,8 +10,10 @@ here from semantics.md alone, rule by rule, for either of the page's two extreme
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, cast
 
@@ -153,8 +155,15 @@ class Script:
     members, a send for its receive, and the parts of a Fused are done one after another.
     """
 
-    def __init__(self, programs: Iterable[Program], runs: int) -> None:
+    def __init__(
+        self, programs: Iterable[Program], runs: int, counts: random.Random | None = None
+    ) -> None:
+        """Where counts are data, `counts` draws them; without it each rank keeps all of its rows:
+        it reads and writes as much as it may, and no rank has anything of another."""
         self.acts: list[Act] = []
+        self.counts = counts
+        self.drawn: dict[Key, int] = {}
+        """The rows of an exchange from one rank to another, by its queue and number there."""
         self.lists: defaultdict[Key, list[Act]] = defaultdict(list)
         """In the order listed, over all runs: a rank's collectives of one queue, the sends and the
         receives between two ranks, and a rank's takes of a slot."""
@@ -255,6 +264,8 @@ class _Rank:
                     extents = self.extents[id(op)] = self.extents_of(op)
                 act.touches = self.touches(extents)
                 self.enlist(act, op)
+                if isinstance(op, Collective) and op.sent is not None and self.script.counts:
+                    act.touches = self.touches(self.counted(op))
         return act
 
     def add_parts(self, act: Act, op: Fused) -> None:
@@ -279,6 +290,7 @@ class _Rank:
                 from_root = op.kind in ("broadcast", "scatter")
                 act.gives = op.src is None or self.has_elements(op.src)
                 act.gives = act.gives and (not from_root or self.is_root(op))
+                act.gives = act.gives and op.sent is None  # else the draw says
             case Send() | Recv():
                 script.lists[self.channel(op)].append(act)
             case Alloc(buffer=buffer):
@@ -310,6 +322,27 @@ class _Rank:
             self.script.frees[*self.slot(buffer), self.rank, number] = act
         else:  # the bytes are others' only after it
             act.touches.append(self.touch(self.whole(buffer), marks=True))
+
+    def counted(self, op: Collective) -> list[Extent]:
+        """The extents of an exchange, whose source is read as far as its rows are sent."""
+        assert op.src is not None
+        place = len(self.script.lists[*self.queue(op), self.rank]) - 1
+        count = sum(self.rows(op, place, self.rank, peer) for peer in self.places[op.team].ranks)
+        sent = replace(op, src=op.src.slice(0, 0, count))
+        return self.extents_of(sent)
+
+    def rows(self, op: Collective, place: int, sender: int, receiver: int) -> int:
+        """The rows of the exchange number `place` from one rank to another; none in half of all."""
+        key = (*self.queue(op), place, sender, receiver)
+        draw = self.script.counts
+        if draw is None:
+            return 0
+        if key not in self.script.drawn:
+            assert op.src is not None
+            size = number(op.src.box(self.buffers[op.src.buffer], self.where).sizes[0])
+            most = size // len(self.places[op.team].ranks)
+            self.script.drawn[key] = draw.choice((0, 0, draw.randint(0, most), most))
+        return self.script.drawn[key]
 
     # Names of what ranks share
 
@@ -461,6 +494,8 @@ class _Rank:
             theirs = self.script.lists.get((*queue, rank), [])
             gives = index == root or not from_root
             gives = theirs[place].gives if place < len(theirs) else gives
+            if op.sent is not None:
+                gives = self.rows(op, place, rank, self.rank) > 0
             awaits = act.end if needs and gives else act.may_end
             awaits.append(self.began((*queue, rank), place))
 

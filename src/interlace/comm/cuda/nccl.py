@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm.backends import await_ranks
-from interlace.comm.collectives import Spec, as_bytes, bind_collective
+from interlace.comm.collectives import Counts, Spec, as_bytes, bind_collective
 from interlace.comm.cuda.driver import relax_captures
 from interlace.comm.host.signals import BoundedWait
 from interlace.comm.rendezvous.patience import Errand
@@ -106,13 +106,13 @@ class StreamWait(BoundedWait):
             work.wait()
 
 
-def bind_on_stream(backend: Any, spec: Spec, timeout_s: float) -> Run:
+def bind_on_stream(backend: Any, spec: Spec, timeout_s: float, counts: Counts | None = None) -> Run:
     if backend.name() == "gloo":
         raise BackendError(
             "gloo cannot be ordered with CUDA streams: choose transport='nccl' or 'peer', or run "
             "the Program on the CPU"
         )
-    run, wait = bind_collective(backend, spec, timeout_s), StreamWait(timeout_s)
+    run, wait = bind_collective(backend, spec, timeout_s, counts), StreamWait(timeout_s)
 
     def issue(src: torch.Tensor | None, dst: torch.Tensor | None) -> None:
         try:

@@ -12,9 +12,20 @@ same bits on every rank, whatever the number of chunks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from interlace.comm.collectives import Run, Spec, as_bytes, check_reduction, reduce_into, split
+from interlace.comm.collectives import (
+    Counts,
+    Moves,
+    Run,
+    Spec,
+    as_bytes,
+    check_reduction,
+    reduce_into,
+    split,
+)
 from interlace.comm.host.signals import BoundedWait, stamp
 from interlace.comm.host.workspace import Workspace
 
@@ -31,11 +42,18 @@ def staged_nbytes(spec: Spec) -> int:
     }
     if spec.merges:
         total = spec.size * spec.parts[spec.me]
+    if spec.counted:
+        return 8 * spec.size + total * spec.dtype.itemsize
     return elements.get(spec.kind, total) * spec.dtype.itemsize
 
 
-def bind_peer_collective(space: Workspace, spec: Spec, number: int) -> Run:
+def bind_peer_collective(
+    space: Workspace, spec: Spec, number: int, counts: Counts | None = None
+) -> Run:
     """The function that runs this collective, the `number`-th of this backend in its Program."""
+    if counts is not None:
+        counted: Any = _counted(space, spec, number, counts)
+        return counted
     if spec.reduce is not None:
         check_reduction(spec.reduce, spec.dtype)
     nbytes, team = staged_nbytes(spec), space.team
@@ -74,5 +92,34 @@ def bind_peer_collective(space: Workspace, spec: Spec, number: int) -> Run:
         space.await_arrivals(mark, wait)
         if wants and dst is not None and dst.numel():
             read(dst)
+
+    return run
+
+
+def _counted(space: Workspace, spec: Spec, number: int, counts: Counts) -> Moves:
+    """An all-to-all whose counts are data: each area has what its rank sends to each, then rows."""
+    me, head = spec.me, 8 * spec.size
+
+    def run(src: torch.Tensor, dst: torch.Tensor, wait: BoundedWait) -> None:
+        sent, received = counts.tensors()
+        mark, own = stamp(space.team.control.run, number), space.stages[me]
+        given, counts.received = sent.tolist(), received.tolist()
+        counts.sent = given
+        width = dst.stride(0) * dst.element_size()
+        rows = as_bytes(src[: max(0, sum(given))])  # too many or too few: `check` tells
+        own[:head].copy_(as_bytes(sent))
+        own[head : head + rows.numel()].copy_(rows)
+        space.arrived(mark)
+        space.await_arrivals(mark, wait)
+        all_sent = [stage[:head].view(torch.int64).tolist() for stage in space.stages]
+        told = [counts_of[me] for counts_of in all_sent]
+        counts.check(told, src.shape[0], dst.shape[0], me)
+        start = 0
+        for stage, counts_of in zip(space.stages, all_sent, strict=True):
+            first, count = sum(counts_of[:me]), counts_of[me]
+            part = stage[head + first * width : head + (first + count) * width]
+            as_bytes(dst[start : start + count]).copy_(part)
+            start += count
+        dst[start:].zero_()
 
     return run

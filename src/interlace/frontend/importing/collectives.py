@@ -34,6 +34,7 @@ def _emit(
     sizes: tuple[Int, ...],
     reduce: str | None = None,
     root: int | None = None,
+    counts: tuple[View, View] | tuple[None, None] = (None, None),
 ) -> View:
     """One collective into a fresh buffer of `sizes`; a copy where there is one rank."""
     if team.size == 1:
@@ -44,7 +45,8 @@ def _emit(
     src = imp.contiguous(src)
     dst = imp.empty(kind, imp.box(src).dtype, sizes)
     at = {"team": team.name, "src": src, "dst": dst, "loc": imp.loc}
-    imp.emit(Collective(kind=kind, reduce=named, root=root, **at))
+    sent, received = counts
+    imp.emit(Collective(kind=kind, reduce=named, root=root, sent=sent, received=received, **at))
     return dst
 
 
@@ -78,6 +80,16 @@ def _all_to_all(
     if team.size > 1 and len({*parts, *imp.arg(sent)}) > 1:  # see exchanges.py
         raise imp.unsupported(node, "its parts are uneven", "Pad them to one size")
     return _emit(imp, node, "all_to_all", team, src, (sum(parts), *imp.sizes(src)[1:]))
+
+
+def _exchange_rows(
+    imp: Importer, node: fx.Node, src: View, sent: object, came: object, rows: object, group: object
+) -> View:
+    team, counts = imp.team(node, group), [imp.contiguous(imp.view(each)) for each in (sent, came)]
+    if team.size == 1:
+        raise imp.unsupported(node, "its group has one rank", "Leave the exchange out")
+    sizes = imp.arg(rows), *imp.sizes(src)[1:]
+    return _emit(imp, node, "all_to_all", team, src, sizes, counts=(counts[0], counts[1]))
 
 
 def _shard_dim_all_to_all(
@@ -133,6 +145,7 @@ _OPERATORS: dict[str, tuple[Callable[..., View], tuple[int, ...]]] = {
     "_c10d_functional.broadcast": (_broadcast, (1, 2)),
     "_c10d_functional.all_to_all_single": (_all_to_all, (1, 2, 3)),
     "_c10d_functional_autograd.all_to_all_single": (_all_to_all, (1, 2, 3)),
+    "interlace.exchange_rows": (_exchange_rows, (1, 2, 3, 4)),
     "_dtensor.shard_dim_alltoall": (_shard_dim_all_to_all, (1, 2, 3)),
     "_c10d_functional.wait_tensor": (lambda imp, node, src: src, ()),
     "_c10d_functional._wrap_tensor_autograd": (lambda imp, node, src: src, ()),

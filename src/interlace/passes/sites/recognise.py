@@ -102,6 +102,8 @@ def _exchange(values: Dataflow, i: int, op: Collective, taken: set[int]) -> Matm
     """An all-to-all of even parts: before matmuls (tokens go to experts), or else after them."""
     if op.splits is not None:
         raise Refused("its parts are uneven")
+    if op.sent is not None:
+        raise Refused("its counts are data: it stays whole, under other compute")
     try:
         return _gather(values, i, op, taken)
     except Refused as before:

@@ -144,16 +144,17 @@ class HostBinder:
         control, queue = team.control, BACKENDS.index(turn.backend)
         src = None if op.src is None else self.values.own(op.src)
         dst = None if op.dst is None else self.values.own(op.dst)
+        counts = self.values.counts(index, op, self.plan.known_counts.get(index))
         if turn.backend == "peer":
             space = self.resources.spaces[op.team]
             bind = lambda parts: bind_peer_collective(  # noqa: E731
-                space, replace(spec, parts=parts), turn.number
+                space, replace(spec, parts=parts), turn.number, counts
             )
         else:
             backend = self.resources.backends[op.team, turn.backend]
             wait = replace(wait, behind=control.behind, cut=partial(cut, backend))
             bind = lambda parts: bind_collective(  # noqa: E731
-                backend, replace(spec, parts=parts), wait.timeout_s
+                backend, replace(spec, parts=parts), wait.timeout_s, counts
             )
         run = self.values.sizes.sized(spec.parts, bind)
         last = op.team, turn.backend, turn.number - 1

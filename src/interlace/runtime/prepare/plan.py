@@ -98,6 +98,8 @@ class Plan:
                 )
         for index, op in collectives.items():
             self._collective(index, op, backend_of(op.team, op.backend))
+        self.known_counts = self._known_counts()
+        """Exchanges whose counts an earlier one has read, by index, with the index of that."""
         for spot, op in ir.spots(program.ops):
             event = op.ordering().waits
             if event is not None and spot not in self.waits:
@@ -180,6 +182,19 @@ class Plan:
         if backend == "peer":
             self._stages[op.team] = max(self._stages.get(op.team, 0), staged_nbytes(largest(spec)))
 
+    def _known_counts(self) -> dict[int, int]:
+        found, read = dict[int, int](), dict[tuple[str, str, frozenset[ir.View]], int]()
+        for index, op in enumerate(self.program.ops):
+            if isinstance(op, ir.Collective) and op.sent is not None and op.received is not None:
+                turn, both = self.turns[index], frozenset((op.sent, op.received))
+                first = read.setdefault((turn.team, turn.backend, both), index)
+                if first != index and turn.backend != "peer":
+                    found[index] = first
+            names = {access.view.buffer for access in op.writes()}
+            for key in [key for key in read if not names.isdisjoint(v.buffer for v in key[2])]:
+                del read[key]
+        return {} if self.slots else found  # a peer may write counts in a slot
+
     def _message(self, index: int, part: int, end: MessageEnd, backend: str) -> None:
         member, backend = self.where.index(end.peer), message_backend(backend)
         if backend == "gloo" and member == self.where.member(end.team).index:
@@ -259,11 +274,13 @@ def collective_spec(op: ir.Collective, where: ir.Where, box: Callable[[ir.View],
     root = where.index(op.root) if op.root is not None else 0
     if op.kind == "barrier":
         return Spec(op.kind, size, member.index, (), DTYPES[ir.DType.u8])
-    view = op.dst if op.src is None else op.src
+    view = op.dst if op.src is None else op.src  # a counted one has both
     assert view is not None, f"{op.kind} has neither a source nor a destination"
-    split = kind.scales or op.kind == "all_to_all"
+    counted = op.sent is not None
+    split = (kind.scales or op.kind == "all_to_all") and not counted
     parts = _parts(op, where, box, size) if split else (number(box(view).numel),)
-    return Spec(op.kind, size, member.index, parts, DTYPES[box(view).dtype], op.reduce, root)
+    dtype = DTYPES[box(view).dtype]
+    return Spec(op.kind, size, member.index, parts, dtype, op.reduce, root, counted=counted)
 
 
 def _parts(

@@ -33,6 +33,13 @@ def collective(binder: Binder, lane: Lane, index: int, op: Collective) -> Thunk 
     items = binder.values.items
     src = None if op.src is None else binder.values.own(op.src)
     dst = None if op.dst is None else binder.values.own(op.dst)
+    counts = binder.values.counts(index, op, binder.plan.known_counts.get(index))
+    if counts is not None and (turn.backend == "peer" or binder.context.options.graph):
+        how = "in a CUDA graph" if binder.context.options.graph else "by peer memory"
+        raise UnsupportedError(
+            f"an all-to-all whose counts are data does not go {how}: the host reads the counts. "
+            "fix: leave graph=True and transport='peer' out, so that it goes by NCCL"
+        )
     if turn.backend == "peer":
         side = binder.spaces[op.team].side
         issue = bind_exchange(side, spec, sizes, lambda: lane.handle, items, src, dst)
@@ -43,7 +50,7 @@ def collective(binder: Binder, lane: Lane, index: int, op: Collective) -> Thunk 
     check = binder.check
     limit = binder.context.timeout_s
     bound = sizes.sized(
-        spec.parts, lambda parts: bind_on_stream(backend, replace(spec, parts=parts), limit)
+        spec.parts, lambda parts: bind_on_stream(backend, replace(spec, parts=parts), limit, counts)
     )
 
     def run() -> None:
