@@ -103,6 +103,12 @@ computes again, and stay between steps: 0.57 GB for blocks of 8B's dimensions at
 (Inductor keeps 0.10 GB). Put the checkpoint around the compiled block to avoid that.
 
 """
+DECODES = """
+A decode step whose number of rows changes from call to call (`python benchmarks/decode.py`), one
+H200 that two ranks share; Inductor's collectives do nothing there. *Host* is the time that the
+caller waits. TorchDynamo compiles nothing after steps of 16 rows and of 1:
+
+"""
 PIECES = """
 Small steps are bound by the host: TorchDynamo's guards and AOTAutograd's wrappers take longer
 than the GPUs. `interlace.compile` recognises a call by a snapshot of the module and bypasses
@@ -337,6 +343,27 @@ def steps_without_gradients() -> str:
     return table((*head, "device: Inductor, `interlace.compile`"), lines)
 
 
+DECODE_COMMIT = "cf02f63f002e"
+DECODE_WAYS = (
+    ("Inductor", "inductor"),
+    ('`backend="interlace"`', "interlace"),
+    ("Inductor, graphs", "inductor-graph"),
+    ('`backend="interlace"`, graphs', "interlace-graph"),
+    ("`interlace.compile`, graphs", "interlace.compile-graph"),
+)
+
+
+def decodes() -> str:
+    with (RESULTS / "decode.csv").open() as file:
+        found = [row for row in csv.DictReader(file) if row["commit"] == DECODE_COMMIT]
+    host = {(row["way"], row["rows"]): f"{float(row['host_us']):.0f} us" for row in found}
+    lines = [
+        (f"host, {count} rows", *(host[way, count] for _, way in DECODE_WAYS))
+        for count in ("2", "16", "256")
+    ]
+    return table(("", *(title for title, _ in DECODE_WAYS)), lines)
+
+
 ONE_GPU = "46f82d8"
 KERNELS = [
     ("cross-entropy 8192 x 128256, forward and backward", "cross-entropy", "8192x128256", "bf16",
@@ -397,6 +424,7 @@ def measurements_page() -> str:
         ("async-TP", "`overlap.csv`", "2b39269"),
         ("Four H100s; two H200s", "`overlap.csv`", "28c5d903; c8d54688"),
         ("Training a layer", "`transformer.csv`", "2b39269; 0fb1556 (H100); 784924f (two H200s)"),
+        ("A decode step whose rows change", "`decode.csv`", DECODE_COMMIT),
         ("Memory", "`memory_of_layers.csv`", f"{MEMORY_COMMIT}; {FP8_COMMIT} (FP8)"),
         ("Without gradients", "`layer.csv`", "cef4721; e66a4d7 (H100)"),
         ("Pieces", "`kernels.csv`", f"{ONE_GPU}, the last run"),
@@ -409,7 +437,7 @@ def measurements_page() -> str:
         FP8, float8_sites(rows("overlap", "eb5699a", dtype="f8e4m3")),
         LAYERS, layers(),
         LIMITS_OF_LAYERS, MEMORY, memory(), MEMORY_NOTE,
-        LIMITS, steps_without_gradients(),
+        LIMITS, steps_without_gradients(), DECODES, decodes(),
         PIECES, pieces(),
         OWNERS, owners(),
         TAIL, table(("table", "file", "commit of the rows"), sources),
