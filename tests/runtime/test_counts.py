@@ -114,8 +114,8 @@ def wrong(backend: Backend, told: list[list[int]], sent: list[list[int]]) -> tup
     ("told", "sent", "words"),
     [
         ([[2, 2], [2, 2]], [[2, 3], [2, 2]], "expects [2, 2] rows, and its peers send [3, 2]"),
-        ([[7, 6], [2, 2]], [[7, 1], [6, 2]], "receives [7, 6] rows, 13 in all"),
-        ([[2, 2], [2, 2]], [[2, 9], [2, 2]], "sends [2, 9] rows, 11 in all"),
+        ([[7, 6], [1, 2]], [[7, 1], [6, 2]], "receives [7, 6] rows, 13 in all"),
+        ([[2, 2], [9, 2]], [[2, 9], [2, 2]], "sends [2, 9] rows, 11 in all"),
         ([[2, -1], [2, 2]], [[2, 2], [2, 2]], "receives [2, -1] rows"),
     ],
     ids=["unlike", "received", "sent", "negative"],

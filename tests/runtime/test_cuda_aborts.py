@@ -208,6 +208,7 @@ def test_no_op_of_nccl_is_issued_once_there_is_a_failure(bind: Any) -> None:
     binder.plan.messages.__getitem__.return_value.backend = "nccl"
     binder.plan.turns.__getitem__.return_value.backend = "nccl"
     binder.resources.backends.__getitem__.return_value = backend
+    binder.values.counts.return_value = None
     binder.check.side_effect = PROBLEM
     lane: Any = mock.Mock(within=lambda run: run)
     send = mock.Mock(spec=Send, team="tp", peer=mock.Mock(), src=mock.Mock())

@@ -234,8 +234,8 @@ def test_a_warning_names_who_is_late_to_a_meeting(pool: Pool) -> None:
 def before_each_transfer(act: Callable[[], None]) -> Iterator[None]:
     """Does something between the rendezvous of a collective on gloo and this rank's part of it."""
 
-    def bound(backend: Any, spec: Spec, timeout_s: float) -> Any:
-        run = bind_collective(backend, spec, timeout_s)
+    def bound(backend: Any, spec: Spec, timeout_s: float, counts: Any) -> Any:
+        run = bind_collective(backend, spec, timeout_s, counts)
 
         def held(src: Any, dst: Any, wait: BoundedWait) -> None:
             act()

@@ -40,8 +40,8 @@ def held_back(seed: int) -> Iterator[None]:
             time.sleep(rng.random() * LONGEST_S)
 
     def late(bind: Callable[..., Run]) -> Callable[..., Run]:
-        def bound(place: Any, spec: Spec, last: Any) -> Run:
-            run, kind = bind(place, spec, last), KINDS[spec.kind]
+        def bound(place: Any, spec: Spec, *others: Any) -> Run:
+            run, kind = bind(place, spec, *others), KINDS[spec.kind]
             gets = kind.writes == "all" or (kind.writes == "root" and spec.me == spec.root)
             return _late_run(run, pause, gets)
 
