@@ -24,7 +24,8 @@ from pathlib import Path
 import torch
 
 import interlace.float8.operators
-import interlace.frontend.importing.normalise  # noqa: F401  (they register operators)
+import interlace.frontend.importing.normalise
+import interlace.nn.experts  # noqa: F401  (they register operators)
 from interlace.ir.operators import TABLE, Facts, table, usual
 from interlace.runtime.calling.effects import effects_by
 

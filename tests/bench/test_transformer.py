@@ -79,6 +79,7 @@ def dist_gemm_off() -> tuple[str, float]:
     """The refusal on a CPU, and how far torchtitan's functions are off by torch's plain fallbacks
     of the fused operators, whose kernels need GPUs."""
     plain: Any = importlib.import_module("torch.distributed._symmetric_memory")
+    importlib.import_module("tests.support.titan")  # tells torchtitan of the CPU, once for all
     linear: Any = importlib.import_module("torchtitan.distributed.linear")
     here_alone = torch.library.Library("symm_mem", "IMPL")
     for name in ("all_gather_matmul", "matmul_reduce_scatter"):
