@@ -9,8 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.frontend.tracing import agrees, graphs, imported
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from interlace.ir import Alloc, Call, Copy, Program
+from interlace.frontend import Teams, import_graph
+from interlace.frontend.importing.nodes import propagate
+from interlace.ir import Alloc, Call, Copy, Program, Slice
 from interlace.verify import check
 
 
@@ -239,3 +242,22 @@ def test_memory_that_is_filled_whole_is_not_filled_twice() -> None:
     assert check(made.program).sound, made.program
     assert not any(isinstance(op, Call) and "zero_" in op.fn for op in made.program.ops)
     agrees(graph, made)
+
+
+def test_bounds_are_computed_where_sizes_are_those_of_a_call() -> None:
+    """With CUDA graphs a graph with symbols is imported for each size: its numbers are plain."""
+
+    def fn(cache: torch.Tensor) -> torch.Tensor:
+        aten, rows = torch.ops.aten, cache.shape[0]
+        half = aten.slice(cache, 0, rows // 2, rows - 1)
+        last = aten.slice_scatter(cache, half * 2, 0, rows // 2, rows - 1)
+        return aten.copy_(cache, last)
+
+    gm = make_fx(fn, tracing_mode="symbolic")(torch.zeros(8, 3))
+    values = propagate(gm, [torch.zeros(10, 3)])
+    (copy,) = [
+        op
+        for op in import_graph(gm, teams=Teams.of({}), values=values).program.ops
+        if isinstance(op, Copy)
+    ]
+    assert copy.dst.steps == (Slice(0, 5, 9),)

@@ -17,7 +17,7 @@ from interlace.options import Backend
 from interlace.verify import check
 
 ROWS, ROOM, DIM = 8, 12, 3
-BACKENDS = ["gloo", "peer"]
+BACKENDS: list[Backend] = ["gloo", "peer"]
 Routes = list[list[int]]
 
 
@@ -126,3 +126,56 @@ def test_counts_that_do_not_fit_are_an_error_on_all_ranks(
     results = pool(2).run(wrong, backend, told, sent)
     assert any(words in message for message, _ in results), results
     assert all(message and well for message, well in results), results
+
+
+ONE = """
+def there(tp: Team[2], x: f32[8, 3], sent: i64[2], told: i64[2]):
+    rows = empty(f32[12, 3])
+    main: all_to_all(x, rows, sent=sent, received=told)
+    return rows
+"""
+
+
+def wrong_in_one(backend: Backend) -> str:
+    """What an exchange alone says where rank 0 would send more rows than it has."""
+    sent, told = [[2, 9], [2, 2]][dist.get_rank()], [[2, 2], [9, 2]][dist.get_rank()]
+    with executor_of(parse(ONE), transport=backend, timeout_s=10.0).prepare() as executor:
+        try:
+            executor.run([torch.ones(8, 3), torch.tensor(sent), torch.tensor(told)])
+            message = "no error"
+        except InterlaceError as error:
+            message = f"{type(error).__name__}: {error}"
+        executor.reset()
+    return message
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nobody_gets_rows_of_an_exchange_that_another_refuses(pool: Pool, backend: Backend) -> None:
+    first, second = pool(2).run(wrong_in_one, backend)
+    assert first.startswith("InputError: rank 0 of an all-to-all sends [2, 9] rows")
+    assert second.startswith("PeerError: rank 0 of team tp stopped: rank 0 of an all-to-all sends")
+
+
+PARTS = """
+def parts(tp: Team[2], x: f32[8, 3], a: i64[4], came: i64[4]):
+    rows = empty(f32[8, 3])
+    more = empty(f32[8, 3])
+    main: all_to_all(x, rows, sent=a[tp.rank], received=came[tp.rank])
+    main: all_to_all(x, more, sent=a[0], received=came[0])
+    return rows, more
+"""
+
+
+def by_parts() -> bool:
+    """Returns True if both exchanges bring what their own counts say."""
+    me = dist.get_rank()
+    rows = [torch.arange(24.0).view(8, 3) + 100 * rank for rank in range(2)]
+    counts = torch.ones(4, dtype=torch.int64)
+    with executor_of(parse(PARTS), transport="gloo", timeout_s=10.0).prepare() as executor:
+        results = executor.run([rows[me], counts, counts])
+    wanted = torch.stack([rows[0][me], rows[1][me]])
+    return all(torch.equal(each[:2], wanted) for each in results if isinstance(each, torch.Tensor))
+
+
+def test_counts_that_are_the_same_on_one_rank_alone_are_told_anew(pool: Pool) -> None:
+    assert pool(2).run(by_parts) == [True, True]

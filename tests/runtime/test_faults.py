@@ -11,13 +11,25 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.runtime.programs import FLAT, TEXTS, Outcome, attempt, inputs_of, prepared, program_of
+from tests.runtime.programs import (
+    FLAT,
+    TEXTS,
+    Outcome,
+    attempt,
+    executor_of,
+    inputs_of,
+    prepared,
+    program_of,
+)
 from tests.support.pool import Died, Pool
 
+from interlace.errors import InterlaceError
 from interlace.ir import Alloc, Notify, Op, Program, Record, parse
 from interlace.options import Options
 from interlace.runtime import Executor
@@ -223,3 +235,38 @@ def test_a_stream_that_does_not_stop_is_named(pool: Pool) -> None:
     assert hangs[2] < 2.5
     assert "still hangs" in again[1]
     assert "still hangs" in after[1]
+
+
+SIZED = """
+def sized(tp: Team[2], S: Size[12], x: f32[S, 4]):
+    y = empty(f32[S, 4])
+    main: all_reduce(x, y, reduce="sum")
+    return y
+"""
+
+
+def turned() -> str:
+    """What a run of another size says whose kernels rank 1 cannot compile."""
+    with executor_of(parse(SIZED), timeout_s=60.0).prepare() as executor:
+        executor.run([torch.ones(12, 4)])
+        engine, message = executor.engine, "no error"
+        assert engine is not None
+        full = mock.Mock(side_effect=OSError("no space left on device"))
+        held = mock.patch.object(type(engine), "turn", full) if dist.get_rank() else nullcontext()
+        try:
+            with held:
+                executor.run([torch.ones(10, 4)])
+        except (OSError, InterlaceError) as error:
+            message = f"{type(error).__name__}: {error}"
+        executor.reset()
+        (y,) = executor.run([torch.ones(8, 4)])
+        assert torch.equal(y, torch.full((8, 4), 2.0))  # type: ignore[arg-type]
+    return message
+
+
+def test_peers_hear_of_an_error_amid_the_turn_to_other_sizes(pool: Pool) -> None:
+    began = time.monotonic()
+    first, second = pool(2).run(turned)
+    assert second == "OSError: no space left on device"
+    assert first.startswith("PeerError: rank 1 of team tp stopped: OSError: no space left on device")
+    assert time.monotonic() - began < 40

@@ -18,6 +18,7 @@ rank.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -346,7 +347,7 @@ class _Binder:
             given, taken = counts.sent, counts.received
             counts.check(taken if told is None else told, src.shape[0], dst.shape[0], me)
             into, out = dst[: sum(taken)], src[: sum(given)]
-            width = dst.stride(0) * dst.element_size()
+            width = math.prod(dst.shape[1:]) * dst.element_size()
             sizes = [[rows * width for rows in side] for side in (taken, given)]
             ends = as_bytes(into), as_bytes(out)
             wait.finish(backend.alltoall_base(*ends, *sizes, options))

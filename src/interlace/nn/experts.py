@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from interlace.comm.collectives import Counts
-from interlace.errors import GroupError
+from interlace.errors import GroupError, InputError, PeerError
 from interlace.nn.groups import GroupLike, group_of, size_of
 from interlace.torch_private import resolve_process_group
 from interlace.torch_private.distributed import functional
@@ -44,8 +44,8 @@ class DroplessExperts(nn.Module):
             takes both as they come.
         num_experts: the experts of all ranks.
         group: the ranks: a process group, or a mesh of one dimension. None: this rank alone.
-        max_rows: the most rows that a rank may get for one chunk. More are an error on all ranks.
-            None: as many as can come, the tokens of all ranks.
+        max_rows: the most rows that a rank may get for one chunk from all ranks. More are an error
+            on all of them. None: as many as can come, the tokens of all ranks.
 
     Raises:
         GroupError: the experts do not divide among the ranks and chunks.
@@ -85,13 +85,15 @@ class DroplessExperts(nn.Module):
 
         Args:
             x: [tokens, dim]; ranks may have different numbers of tokens if `max_rows` is given.
-            expert: i64 [tokens], the expert of each.
+            expert: i64 [tokens], the expert of each, from 0 to `num_experts` - 1.
         """
         ranks, chunks, each = self.ranks, len(self.chunks), self.experts_per_chunk
         tokens = x.shape[0]
-        room = ranks * tokens if self.max_rows is None else self.max_rows
+        room = ranks * tokens if self.max_rows is None or ranks == 1 else self.max_rows
         chunk = expert // each % chunks
         block = (chunk * ranks + expert // (chunks * each)) * each + expert % each
+        known = (expert >= 0) & (expert < chunks * ranks * each)
+        block = torch.where(known, block, -1)  # which scatter_add refuses
         counts = torch.zeros(chunks * ranks * each, dtype=torch.int64, device=x.device)
         counts = counts.scatter_add(0, block, torch.ones_like(block)).view(chunks, ranks, each)
         came = self._counts_of_peers(counts)
@@ -104,7 +106,7 @@ class DroplessExperts(nn.Module):
         places = torch.zeros_like(order).scatter(0, order, at) - first[chunk] + chunk * tokens
 
         done: list[Tensor] = []
-        rows_of = Select.apply(x, orders, places).split(tokens)
+        rows_of = Select.apply(x, orders, places).view(chunks, *x.shape).unbind()
         for number, (rows, experts) in enumerate(zip(rows_of, self.chunks, strict=True)):
             sent, received = counts[number].sum(1), came[number].sum(1)
             rows = self._exchange(rows, sent, received, room)
@@ -129,9 +131,8 @@ class DroplessExperts(nn.Module):
     def _exchange(self, x: Tensor, sent: Tensor, received: Tensor, rows: int) -> Tensor:
         if self.ranks > 1:
             return torch.ops.interlace.exchange_rows(x, sent, received, rows, self.group_name)
-        padding = x.new_zeros(max(rows - x.shape[0], 0), *x.shape[1:])
         kept = torch.arange(rows, device=x.device) < sent.sum()
-        return torch.where(kept.unsqueeze(1), torch.cat((x[:rows], padding)), 0)
+        return torch.where(kept.unsqueeze(1), x, 0)
 
     def extra_repr(self) -> str:
         """The sizes."""
@@ -182,11 +183,22 @@ def exchange_rows(x: Tensor, sent: Tensor, received: Tensor, rows: int, group_na
 
     Raises:
         InputError: more rows than x or the result has.
+        PeerError: another rank has more.
     """
     group = resolve_process_group(group_name)
     given, taken = torch.stack((sent, received)).tolist()
     counts = Counts(lambda: (sent, received), sent=given, received=taken)
-    counts.check(taken, x.shape[0], rows, group.rank())
+    wrong = None
+    try:
+        counts.check(taken, x.shape[0], rows, group.rank())
+    except InputError as error:
+        wrong = error
+    told = sent.new_empty(group.size())  # by all, before rows move: else peers would wait
+    dist.all_gather_into_tensor(told, sent.new_tensor([wrong is not None]), group=group)
+    if wrong is not None:
+        raise wrong
+    if told.any():
+        raise PeerError(f"ranks {told.nonzero().flatten().tolist()} have rows that do not fit")
     out = x.new_zeros(rows, *x.shape[1:])
     parts = out[: sum(taken)], x[: sum(given)].contiguous()
     dist.all_to_all_single(*parts, taken, given, group=group)

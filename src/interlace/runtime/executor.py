@@ -25,7 +25,7 @@ from interlace.comm.resets import reset_in_turn
 from interlace.comm.teams import check_alive, check_process, check_size
 from interlace.cost import Timeline
 from interlace.cost.memory import lasting_bytes
-from interlace.errors import ExecutorError, TeamError
+from interlace.errors import ExecutorError, SizeError, TeamError
 from interlace.ir import Program, validate
 from interlace.ir.program import exchanged_sizes, lasting_sizes
 from interlace.ir.sizes import FIXED, named, settled
@@ -543,7 +543,13 @@ class Executor:
                 f"{self.program.name} is for sizes where {self.sizes}, and these inputs have "
                 f"{told}: prepare another Program for them"
             )
-        engine.turn(at)
+        try:
+            engine.turn(at)
+        except SizeError:  # of all ranks alike
+            raise
+        except BaseException as error:  # such as one of a compiler: peers are in the run
+            self._fail(error)
+            raise
         self._size_values = at
 
     def _fail(self, error: BaseException) -> None:

@@ -12,6 +12,7 @@ same bits on every rank, whatever the number of chunks.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -105,8 +106,10 @@ def _counted(space: Workspace, spec: Spec, number: int, counts: Counts) -> Moves
         mark, own = stamp(space.team.control.run, number), space.stages[me]
         given, counts.received = sent.tolist(), received.tolist()
         counts.sent = given
-        width = dst.stride(0) * dst.element_size()
-        rows = as_bytes(src[: max(0, sum(given))])  # too many or too few: `check` tells
+        # Before it arrives, so that peers, which wait for it, hear of the error.
+        counts.check(counts.received, src.shape[0], dst.shape[0], me)
+        width = math.prod(dst.shape[1:]) * dst.element_size()
+        rows = as_bytes(src[: sum(given)])
         own[:head].copy_(as_bytes(sent))
         own[head : head + rows.numel()].copy_(rows)
         space.arrived(mark)

@@ -217,8 +217,10 @@ class Importer:
     def arg(self, value: object) -> Value:
         """An argument of a node as a Program spells it."""
         if isinstance(value, fx.Node):
-            if value not in self.converted and isinstance(self.value(value), torch.SymInt):
-                return size_of(self.value(value))
+            if value not in self.converted:  # a number, as InPlace reads it before all else
+                number = self.value(value)
+                if isinstance(number, torch.SymInt | int):
+                    return size_of(number)
             return self.converted[value]
         if isinstance(value, list | tuple):
             return tuple(self.arg(item) for item in value)

@@ -7,6 +7,7 @@ run(x, y)                         # a tuple, one tensor for each of the region's
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from interlace.ir.sizes import Int
 from interlace.runtime.calling.effects import apart, may_share
 from interlace.runtime.calling.operators import decode, resolve
 from interlace.runtime.run_sizes import evaluator
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Run = Callable[..., tuple[Any, ...]]
@@ -117,11 +120,14 @@ class _BySize:
 
     def _made(self, values: tuple[int, ...]) -> Run:
         if min(values) < 2:  # torch's symbols are sizes from 2 on
-            return eager(self._task.region, self._device)[0]
+            run, shares = eager(self._task.region, self._device)
+            return (lambda *args: tuple(apart(run(*args), args))) if shares else run
         call = next((call for holds, call in self._compiled if holds(values)), None)
         if call is None:
             with _told(self._task.region):
                 holds, call = self._compile(values)
+            sizes = dict(zip(self._task.names, values, strict=True))
+            log.info("compiled region %s for sizes as of %s", self._task.region.name, sizes)
             self._compiled.append((holds, call))
         return lambda *args: tuple(call([*values, *args]))
 
@@ -224,6 +230,7 @@ def _compiled_by_inductor(
     from torch.fx.experimental.proxy_tensor import make_fx
 
     from interlace.torch_private import (
+        DisableAutocast,
         TracingContext,
         enable_python_dispatcher,
         tracing,
@@ -232,7 +239,7 @@ def _compiled_by_inductor(
     from interlace.torch_private.inductor import BoxedBool, V, compile_fx_inner, select_decomp_table
 
     contexts = tracing(TracingContext(mode)), torch.no_grad(), V.set_fake_mode(mode)
-    with unset_fake_temporarily(), contexts[0], contexts[1], contexts[2]:
+    with unset_fake_temporarily(), DisableAutocast(), contexts[0], contexts[1], contexts[2]:
         with mode, enable_python_dispatcher():
             graph = make_fx(module, decomposition_table=select_decomp_table())(*given)
         for each in passes:

@@ -183,17 +183,21 @@ class Plan:
             self._stages[op.team] = max(self._stages.get(op.team, 0), staged_nbytes(largest(spec)))
 
     def _known_counts(self) -> dict[int, int]:
+        """Exchanges of the same counts, the same on all ranks: whole buffers of one list of ops."""
         found, read = dict[int, int](), dict[tuple[str, str, frozenset[ir.View]], int]()
         for index, op in enumerate(self.program.ops):
-            if isinstance(op, ir.Collective) and op.sent is not None and op.received is not None:
-                turn, both = self.turns[index], frozenset((op.sent, op.received))
+            sent, received = (
+                (op.sent, op.received) if isinstance(op, ir.Collective) else (None, None)
+            )
+            if sent is not None and received is not None and not (sent.steps or received.steps):
+                turn, both = self.turns[index], frozenset((sent, received))
                 first = read.setdefault((turn.team, turn.backend, both), index)
                 if first != index and turn.backend != "peer":
                     found[index] = first
             names = {access.view.buffer for access in op.writes()}
             for key in [key for key in read if not names.isdisjoint(v.buffer for v in key[2])]:
                 del read[key]
-        return {} if self.slots else found  # a peer may write counts in a slot
+        return found if self.alike and not self.slots else {}  # a peer may write in a slot
 
     def _message(self, index: int, part: int, end: MessageEnd, backend: str) -> None:
         member, backend = self.where.index(end.peer), message_backend(backend)
