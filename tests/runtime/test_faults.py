@@ -268,5 +268,7 @@ def test_peers_hear_of_an_error_amid_the_turn_to_other_sizes(pool: Pool) -> None
     began = time.monotonic()
     first, second = pool(2).run(turned)
     assert second == "OSError: no space left on device"
-    assert first.startswith("PeerError: rank 1 of team tp stopped: OSError: no space left on device")
+    assert first.startswith(
+        "PeerError: rank 1 of team tp stopped: OSError: no space left on device"
+    )
     assert time.monotonic() - began < 40
