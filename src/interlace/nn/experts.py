@@ -106,18 +106,18 @@ class DroplessExperts(nn.Module):
         places = torch.zeros_like(order).scatter(0, order, at) - first[chunk] + chunk * tokens
 
         done: list[Tensor] = []
-        rows_of = Select.apply(x, orders, places).view(chunks, *x.shape).unbind()
+        rows_of = SelectRows.apply(x, orders, places).view(chunks, *x.shape).unbind()
         for number, (rows, experts) in enumerate(zip(rows_of, self.chunks, strict=True)):
             sent, received = counts[number].sum(1), came[number].sum(1)
             rows = self._exchange(rows, sent, received, room)
             if each > 1 and ranks > 1:
                 source, target = by_expert(came[number], room)
-                rows = Select.apply(rows, source, target)
+                rows = SelectRows.apply(rows, source, target)
             y = experts(rows, came[number].sum(0))
             if each > 1 and ranks > 1:
-                y = Select.apply(y, target, source)
+                y = SelectRows.apply(y, target, source)
             done.append(self._exchange(y, received, sent, tokens))
-        return Select.apply(torch.cat(done), places, orders)
+        return SelectRows.apply(torch.cat(done), places, orders)
 
     def _counts_of_peers(self, counts: Tensor) -> Tensor:
         """The rows that come from each rank for each expert of this one, [chunks, ranks, each]."""
@@ -155,7 +155,7 @@ def by_expert(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return source, target
 
 
-class Select(torch.autograd.Function):
+class SelectRows(torch.autograd.Function):
     """`x[index]`, whose gradient is the rows `inverse` of the upstream gradient."""
 
     @staticmethod
@@ -166,7 +166,7 @@ class Select(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
         index, inverse = ctx.saved_tensors
-        return Select.apply(upstream[0], inverse, index), None, None
+        return SelectRows.apply(upstream[0], inverse, index), None, None
 
 
 @torch.library.custom_op("interlace::exchange_rows", mutates_args=())

@@ -59,7 +59,7 @@ WRITERS = {*SCATTERS, *UPDATES, "aten.copy.default"}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class InputPlace:
     """The box of a written input that a node is."""
 
     view: View
@@ -77,7 +77,7 @@ class InPlace:
         self._finals = written_inputs(imp.gm.graph)
         self.targets = list(self._finals.values())
         """Inputs that the graph writes."""
-        self.places: dict[fx.Node, Place] = {}
+        self.places: dict[fx.Node, InputPlace] = {}
         self._chains = {target: _chain(node.args[1]) for node, target in self._finals.items()}
         """Nodes that lead to the last contents of each input: its updates are among them."""
         self.updates: dict[str, list[tuple[fx.Node, Box]]] = {}
@@ -104,7 +104,7 @@ class InPlace:
         """Places every node; returns an update that a later node must not see, if there is one."""
         imp = self.imp
         chains = {imp.view(target).buffer: self._chains[target] for target in self.targets}
-        self.places = {target: Place(imp.view(target), 0) for target in self.targets}
+        self.places = {target: InputPlace(imp.view(target), 0) for target in self.targets}
         self.updates, self._replaced = {buffer: [] for buffer in chains}, set()
         for node in imp.gm.graph.nodes if self.targets else ():
             base = node.args[0] if node.args else None
@@ -134,18 +134,18 @@ class InPlace:
                     self._replaced.add(own.view.buffer)
         return None
 
-    def _part(self, node: Any) -> Place | None:
+    def _part(self, node: Any) -> InputPlace | None:
         """The place of one of the results of a split."""
         split, index = node.args
         source = self.places.get(split.args[0]) if str(split.target) in SPLITS else None
-        return source and Place(self.imp.split(split, source.view)[index], source.number)
+        return source and InputPlace(self.imp.split(split, source.view)[index], source.number)
 
-    def _place(self, node: Any, own: Place, chain: set[fx.Node]) -> Place | None:
+    def _place(self, node: Any, own: InputPlace, chain: set[fx.Node]) -> InputPlace | None:
         """The place of a view or an update of what lies at `own`; None: it is new memory."""
         imp, name, args = self.imp, str(node.target), bound(node)
         if name in RULES or (is_view(node) and name not in NORMALISERS):
             view = imp.viewed_by(node, own.view)
-            return None if view is None else Place(view, own.number)
+            return None if view is None else InputPlace(view, own.number)
         if node not in chain or name not in WRITERS:
             return None
         part, updates = own.view, self.updates[own.view.buffer]
@@ -158,12 +158,12 @@ class InPlace:
         source = None if name in UPDATES else self.places.get(args[1])
         if source is not None and own.number <= source.number and self._same(source.view, part):
             if all(self._within(node, part) for node, _ in updates[own.number : source.number]):
-                return Place(own.view, source.number)
+                return InputPlace(own.view, source.number)
         if imp.box(part).overlaps_itself or any(self._later(own)):
             return None
-        return Place(own.view, len(updates) + 1, part)
+        return InputPlace(own.view, len(updates) + 1, part)
 
-    def _later(self, place: Place) -> Iterator[fx.Node]:
+    def _later(self, place: InputPlace) -> Iterator[fx.Node]:
         """Updates that stand where `place` does, and that it does not include."""
         updates, box = self.updates[place.view.buffer], self.imp.box(place.view)
         if place.number and place.view.buffer in self._replaced:
