@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import interlace
 from interlace import torch_private as private
+from interlace.runtime.calling.regions import compile_graph
 from interlace.torch_private import distributed, dynamo, inductor
 from interlace.torch_private import testing as from_tests
 
@@ -54,6 +55,15 @@ def private_uses(tree: ast.Module) -> list[str]:
         if names and isinstance(node, ast.Name) and node.id in modules and is_private(names):
             uses.append(f"line {node.lineno}: {modules[node.id]}.{'.'.join(names)}")
     return uses
+
+
+def launches_directly() -> bool:
+    """What Inductor compiled is called without torch's wrapper around it, on the CPU at least."""
+    graph = torch.fx.symbolic_trace(lambda x: (torch.ops.aten.add.Tensor(x, 1.0),))
+    compiled = compile_graph(graph, [((4,), (1,), torch.float32)], torch.device("cpu"))
+    run: Any = inductor.launched_directly(compiled)
+    (y,) = run([torch.zeros(4)])
+    return run.__self__ is compiled.current_callable.__self__ and y.tolist() == [1.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -387,6 +397,7 @@ CHECKS: dict[ModuleType, dict[str, Callable[[], Any]]] = {
         "compile_fx_inner": lambda: takes(inductor.compile_fx_inner, "gm", "example_inputs"),
         "inductor_config": lambda: isinstance(inductor.inductor_config.get_hash(), str | bytes),
         "joint_graph_passes": lambda: takes(inductor.joint_graph_passes, "graph"),
+        "launched_directly": lambda: launches_directly(),
         "size_symbol": lambda: (
             not isinstance(
                 inductor.size_symbol(private.FakeTensorMode(shape_env=ShapeEnv()), "S", 7), int

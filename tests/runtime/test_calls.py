@@ -193,7 +193,7 @@ def test_a_region_of_named_sizes_is_compiled_once_for_all_values_of_a_condition(
     generator = random.Random(seed)
     for size in (64, 66, 2 * generator.randrange(2, 500), 2, 0, 64):
         a, b = torch.rand(size // 2, 8), torch.rand(size // 2, 8)
-        u, v = run_at((size,))(a, b)
+        u, v = run_at((size,))([a, b])
         torch.testing.assert_close(u, a * b + 1)
         assert torch.equal(v, b)
         assert v.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or not size

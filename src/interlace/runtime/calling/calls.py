@@ -112,19 +112,20 @@ def bind_call(
 ) -> Thunk:
     region = regions.get(op.fn)
     confirm(op, region)
-    if region is None:
-        fn = resolve(op.fn)
-        shares = may_share(fn)
-    else:
-        fn, shares = _region(op, region, values, device, compile_regions)
+    if region is not None:
+        run, shares = _region(op, region, values, device, compile_regions)
+        read = reader(op.args, values, device)
+        if op.fresh and not shares:
+            return _fresh_region(op, run, read, values)
+        return _placed(op, shares, lambda: run([*read()]), values)
+    fn = resolve(op.fn)
+    shares = may_share(fn)
     quick = QUICK.get(op.fn, fn)
     if op.fn == "interlace.sum_slots" and device.type == "cpu" and not op.fresh:
         quick = reduce_into  # as the collectives of `peer` do: without a look at the device
     call = _invoke(quick, op, values, device)
-    if op.fresh:
-        return _fresh(op, shares, call, values)
-    if op.mutates or not op.outs:
-        return call
+    if op.fresh or op.mutates or not op.outs:
+        return _placed(op, shares, call, values)
     out_names = _out_names(fn)
     if op.fn in QUICK and not op.kwargs and all(isinstance(arg, View) for arg in op.args):
         return quick_call(op, QUICK[op.fn], values)
@@ -133,7 +134,14 @@ def bind_call(
         if not listed and len(out_names) != len(op.outs):
             raise ProgramError(f"{op.fn} fills {len(out_names)} outputs, not {len(op.outs)}")
         return _into(op, call, out_names, listed, values)
-    return _copied(op, region is not None and shares, call, values)
+    return _copied(op, False, call, values)
+
+
+def _placed(op: Call, shares: bool, call: Operator, values: ValueTable) -> Thunk:
+    """A call whose results, if it has some, are the Call's."""
+    if op.fresh:
+        return _fresh(op, shares, call, values)
+    return call if op.mutates or not op.outs else _copied(op, shares, call, values)
 
 
 def _invoke(fn: Operator, op: Call, values: ValueTable, device: torch.device) -> Operator:
@@ -150,7 +158,7 @@ def _invoke(fn: Operator, op: Call, values: ValueTable, device: torch.device) ->
 
 def _region(
     op: Call, region: Region, values: ValueTable, device: torch.device, compile_regions: bool
-) -> tuple[Operator, bool]:
+) -> tuple[region_calls.Run, bool]:
     views = op.views()
     touched = {view.buffer for view in views} | {buffer.name for buffer in op.fresh}
     boxes = [values.box(view) for view in views]
@@ -164,7 +172,7 @@ def _region(
     layouts = tuple([(box.sizes, box.strides, DTYPES[box.dtype]) for box in boxes])
     run_at = region_calls.inductor_by_size(region, tuple(names), layouts, device)
     held = values.sizes.sized([named(name) for name in names], run_at)
-    return lambda *args: held.now(*args), False
+    return lambda args: held.now(args), False
 
 
 def _out_names(fn: Operator) -> tuple[str, ...]:
@@ -261,6 +269,23 @@ def _fresh(op: Call, shares: bool, call: Operator, values: ValueTable) -> Thunk:
     return run
 
 
+def _fresh_region(op: Call, call: region_calls.Run, read: Read, values: ValueTable) -> Thunk:
+    """A region that makes its own outputs, apart from its arguments: what they are is the same in
+    all runs of the same sizes."""
+    made = [_Made(buffer, values) for buffer in op.fresh]
+
+    def run() -> None:
+        results = call([*read()])
+        if len(results) != len(made):
+            raise ExecutorError(f"{op.fn} gives {len(results)} tensors, not {len(made)}")
+        for each, result in zip(made, results, strict=True):
+            if not each.exact:
+                result = each.as_declared(op, result)
+            each.bind(result)
+
+    return run
+
+
 class _Made:
     """A buffer that a call makes, as the Program declares it."""
 
@@ -271,10 +296,12 @@ class _Made:
         self.used = buffer.name in values.used
         self.sizes: tuple[int, ...] = ()
         self.strides: tuple[int, ...] = ()
+        self.exact = False
+        """True once a result of these sizes came with the declared strides."""
         values.sizes.follow_box(box, self._size)
 
     def _size(self, box: Box) -> None:
-        self.sizes, self.strides = numbers(box.sizes), numbers(box.strides)
+        self.sizes, self.strides, self.exact = numbers(box.sizes), numbers(box.strides), False
 
     def fits(self, result: torch.Tensor) -> bool:
         return result.dtype == self.dtype and result.shape == self.sizes
@@ -291,6 +318,7 @@ class _Made:
                 f"declares {self.name} as {self.dtype} of shape {list(self.sizes)}"
             )
         if result.stride() == self.strides or result.numel() == 0:
+            self.exact = True
             return result
         if alike(result, self.strides):
             return result.as_strided(self.sizes, self.strides)

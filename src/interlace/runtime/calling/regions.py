@@ -1,7 +1,7 @@
 """Regions: a group of aten calls that runs as one, eager or compiled by Inductor at bind time.
 
 run, shares = eager(region, device)
-run(x, y)                         # a tuple, one tensor for each of the region's outputs
+run([x, y])                       # one tensor for each of the region's outputs
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from interlace.runtime.run_sizes import evaluator
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Run = Callable[..., tuple[Any, ...]]
-Compiled = Callable[[list[Any]], Sequence[Any]]
-"""Inductor's own function, of a list that it empties."""
+Run = Callable[[list[Any]], Sequence[Any]]
+"""A function of a list of arguments that it may empty, as Inductor's own are."""
 
 
 def eager(region: Region, device: torch.device) -> tuple[Run, bool]:
     """The region as a function that runs its calls one after another, freeing as it goes; True if
     an output may share memory with an input or another output."""
     shares = any(may_share(resolve(node.fn)) for node in region.body)
-    return graph_module(region, device).forward, shares
+    forward = graph_module(region, device).forward
+    return lambda args: forward(*args), shares
 
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -105,7 +105,7 @@ class _BySize:
     def __init__(self, task: _SizedTask, device: torch.device) -> None:
         self._task, self._device = task, device
         self._numbers = evaluator(task.names, [(*of[0], *of[1]) for of in task.layouts])
-        self._compiled: list[tuple[Callable[..., bool], Compiled]] = []
+        self._compiled: list[tuple[Callable[..., bool], Run]] = []
         """Results of Inductor, each with the condition on the values that it is for."""
         self._runs: dict[tuple[int, ...], Run] = {}
 
@@ -121,7 +121,7 @@ class _BySize:
     def _made(self, values: tuple[int, ...]) -> Run:
         if min(values) < 2:  # torch's symbols are sizes from 2 on
             run, shares = eager(self._task.region, self._device)
-            return (lambda *args: tuple(apart(run(*args), args))) if shares else run
+            return (lambda args: apart(run(args), args)) if shares else run
         call = next((call for holds, call in self._compiled if holds(values)), None)
         if call is None:
             with _told(self._task.region):
@@ -129,13 +129,13 @@ class _BySize:
             sizes = dict(zip(self._task.names, values, strict=True))
             log.info("compiled region %s for sizes as of %s", self._task.region.name, sizes)
             self._compiled.append((holds, call))
-        return lambda *args: tuple(call([*values, *args]))
+        return lambda args: call([*values, *args])
 
-    def _compile(self, values: tuple[int, ...]) -> tuple[Callable[..., bool], Compiled]:
+    def _compile(self, values: tuple[int, ...]) -> tuple[Callable[..., bool], Run]:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         from interlace.torch_private import FakeTensorMode, unset_fake_temporarily
-        from interlace.torch_private.inductor import size_symbol
+        from interlace.torch_private.inductor import launched_directly, size_symbol
 
         task, env = self._task, ShapeEnv()
         module, mode = graph_module(task.region, self._device), FakeTensorMode(shape_env=env)
@@ -155,7 +155,7 @@ class _BySize:
             return env.evaluate_guards_expression(condition, values)
 
         if not _shares(call, values, self._layouts(values), self._device, task.divides):
-            return holds, call
+            return holds, launched_directly(call)
         return holds, lambda args: apart(call(list(args)), args[count:])
 
     def _layouts(self, values: Sequence[Any]) -> list[Layout]:
@@ -183,16 +183,18 @@ def _told(region: Region) -> Iterator[None]:
 def _compiled(
     task: _Task, layouts: tuple[Layout, ...], device: torch.device, settings: tuple[Hashable, ...]
 ) -> tuple[Run, bool]:
+    from interlace.torch_private.inductor import launched_directly
+
     module = graph_module(task.region, device)
     with _told(task.region):
         call = compile_graph(module, layouts, device)
         shares = _shares(call, (), layouts, device, task.divides)
-    return lambda *args: tuple(call(list(args))), shares
+    return launched_directly(call), shares
 
 
 def compile_graph(
     module: torch.fx.GraphModule, layouts: Sequence[Layout], device: torch.device
-) -> Compiled:
+) -> Run:
     """Inductor's own function of a list: `standalone_compile` adds 20 microseconds a call."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -207,7 +209,7 @@ def compile_graph(
     return _compiled_by_inductor(module, fakes, mode)
 
 
-def compile_symbolic(module: torch.fx.GraphModule, inference: bool) -> Compiled:
+def compile_symbolic(module: torch.fx.GraphModule, inference: bool) -> Run:
     """The same for a graph as it was traced, with its symbols, while TorchDynamo takes guards.
     Of an inference graph Inductor is told all that torch.compile tells it."""
     from interlace.torch_private import TracingContext, detect_fake_mode
@@ -226,7 +228,7 @@ def _compiled_by_inductor(
     mode: Any,
     passes: Sequence[Callable[[torch.fx.GraphModule], torch.fx.GraphModule]] = (),
     lasting: Sequence[int] = (),
-) -> Compiled:
+) -> Run:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     from interlace.torch_private import (
@@ -253,7 +255,7 @@ def _compiled_by_inductor(
 
 
 def _shares(
-    call: Compiled,
+    call: Run,
     values: Sequence[int],
     layouts: Sequence[Layout],
     device: torch.device,

@@ -1,0 +1,54 @@
+"""Regions that Inductor compiled, on a GPU: launched past its tuner, on inputs at any address."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+from interlace.ir import parse
+from interlace.options import Options
+from interlace.runtime import Executor
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
+
+TEXT = """
+def layer(x: f32[64, 1024], y: f32[64, 1024]):
+    @region
+    def normed(a, b):
+        t0 = aten.mul.Tensor(a, b)
+        t1 = aten.mean.dim(t0, (1,), True)
+        t2 = aten.sub.Tensor(t0, t1)
+        t3 = aten.relu.default(t2)
+        return t2, t3
+    main: call("normed", x, y, out=(z := f32[64, 1024], r := f32[64, 1024]))
+    return z, r
+"""
+
+
+def test_kernels_are_launched_past_the_tuner(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = torch.randn(2, 64, 1024, device="cuda")
+    with Executor(parse(TEXT), device="cuda", options=Options(regions="inductor")) as executor:
+        executor.prepare()
+
+        def no_tuner(*args: Any, **kwargs: Any) -> None:
+            raise AssertionError("the tuner was asked")
+
+        monkeypatch.setattr(CachingAutotuner, "run", no_tuner)
+        for _ in range(3):
+            z, r = executor.run([x, y])
+    wanted = x * y - (x * y).mean(1, keepdim=True)
+    torch.testing.assert_close(z, wanted)
+    torch.testing.assert_close(r, wanted.relu())
+
+
+def test_an_input_that_lies_at_an_odd_address_is_read_right() -> None:
+    x, y = torch.randn(2, 64 * 1024 + 1, device="cuda")
+    odd, even = x[1:].view(64, 1024), y[:-1].view(64, 1024)
+    with Executor(parse(TEXT), device="cuda", options=Options(regions="inductor")) as executor:
+        executor.prepare()
+        for a, b in ((odd, even), (even, odd), (even, even)):
+            z, _ = executor.run([a, b])
+            torch.testing.assert_close(z, a * b - (a * b).mean(1, keepdim=True))
