@@ -29,12 +29,17 @@ from typing import Any
 
 from interlace_bench.rows import append, facts
 
+TRUSTING = {"guard_filter_fn": "skip_guard_on_all_nn_modules_unsafe"}
+"""TorchDynamo then takes the attributes of modules to be what they were, and has no guards on them;
+by its name in `torch.compiler`."""
 WAYS: dict[str, dict[str, Any] | None] = {
     "eager": None,
     "inductor": {},
     "inductor-graph": {"mode": "reduce-overhead"},
     "interlace": {"options": {}},
     "interlace-graph": {"options": {"graph": True}},
+    "inductor-graph-trusting": {"options": {"triton.cudagraphs": True, **TRUSTING}},
+    "interlace-graph-trusting": {"options": {"graph": True, **TRUSTING}},
     "interlace.compile": {"options": {}},
     "interlace.compile-graph": {"options": {"graph": True}},
 }
@@ -71,8 +76,11 @@ def rank_main(rank: int, way: str, given: argparse.Namespace) -> None:
     dist.init_process_group(kinds, store=store, rank=rank, world_size=world, timeout=limit)
     if cuda:
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    if how and "options" in how and (shared or not cuda):
-        how["options"]["transport"] = "peer"
+    options = how.get("options", {}) if how else {}
+    if "interlace" in way and (shared or not cuda):
+        options["transport"] = "peer"
+    if name := options.get("guard_filter_fn"):
+        options["guard_filter_fn"] = getattr(torch.compiler, name)
 
     def meet() -> None:
         dist.all_reduce(torch.zeros(1))  # on gloo
@@ -146,7 +154,8 @@ def rank_main(rank: int, way: str, given: argparse.Namespace) -> None:
         for n, times in taken.items():
             host, whole = (statistics.median(each) for each in zip(*times, strict=True))
             row = {"rows": n, "host_us": host, "step_us": whole, "first_us": first[n]}
-            print(json.dumps({**row, "compiles": compiles}), flush=True)
+            row |= {"compiles": compiles, "gpus": torch.cuda.device_count() if cuda else 0}
+            print(json.dumps(row), flush=True)
     meet()
     torch.compiler.reset()
     interlace.release()
