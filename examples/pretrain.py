@@ -81,9 +81,7 @@ def build(dp: DeviceMesh, tp: DeviceMesh, args: argparse.Namespace) -> Any:
             block.compile(backend="interlace", fullgraph=True, options=args.options)
         elif args.compile == "inductor":
             block.compile(fullgraph=True)
-        if (
-            args.checkpoint
-        ):  # of every n-th block; the others get the wrapper, so one class compiles
+        if args.checkpoint:  # of every n-th; others get the wrapper too, so one class compiles
             block = checkpoint_wrapper(block, checkpoint_fn=call if i % args.checkpoint else None)
         layers[i] = fully_shard(block, mesh=dp, mp_policy=precision)
     return fully_shard(model, mesh=dp, mp_policy=precision)
@@ -213,7 +211,8 @@ def hidden(model: nn.Module) -> str:
     """Communication that ran under computation, in the last run of each compiled graph."""
     figures = [timeline.figures() for timeline in interlace.timelines(model)]
     whole = sum(f.comm_s for f in figures)
-    return f"{sum(f.overlap_s for f in figures) / whole:.0%}" if whole else "-"
+    none = f"- ({len(figures)} timelines)"  # 0: no graph of Interlace's ran
+    return f"{sum(f.overlap_s for f in figures) / whole:.0%}" if whole else none
 
 
 def run(mesh: DeviceMesh, args: argparse.Namespace) -> None:
