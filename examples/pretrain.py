@@ -266,7 +266,7 @@ def main() -> None:
     parser.add_argument("--parts", choices=("interlace", "torch"), default="interlace")
     parser.add_argument("--device", default=DEVICE, help="cpu or cuda (%(default)s here)")
     parser.add_argument("--fp8", action="store_true", help="blocks' matmuls, and what they gather")
-    parser.add_argument("--muon", action="store_true", help="needs --tp 1")
+    parser.add_argument("--muon", action="store_true", help="in place of AdamW")
     parser.add_argument("--dtype", default="float32", help="of matmuls; reductions are float32")
     parser.add_argument("--folder", type=Path, default=Path("pretrain"), help="checkpoints, losses")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 96], help="in turn")

@@ -135,7 +135,8 @@ def blocks_in_place(device: str, options: dict[str, Any], dim: int = 32) -> tupl
     for _ in range(2):
         block: Any = parallelise_block(Block(dim, dim // 4, 2 * dim).to(device), tp)
         block.compile(backend=backend, fullgraph=True, options={"trace": True, **options})
-        model.append(fully_shard(checkpoint_wrapper(block), mesh=dp))
+        wrapped: Any = fully_shard(checkpoint_wrapper(block), mesh=dp)
+        model.append(wrapped)
     fully_shard(model, mesh=dp)
     for _ in range(2):
         model(torch.randn(2, 16, dim, device=device)).square().mean().backward()
