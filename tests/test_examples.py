@@ -90,6 +90,7 @@ QUICK: dict[str, tuple[int, list[str]]] = {
     "tensor_parallel_llama": (2, ["layers.0.feed_forward.w2  peer/get", SAME_LOSS]),
     "mixture_of_experts": (2, ["graph 1 of 1", "matmul_all_to_all  down", SAME_LOSS]),
     "pipeline": (2, ["the pair: sound", "deadlock", "equal those of autograd"]),
+    "pipeline_llama": (4, ["hidden in each graph of the first stage: ", SAME_LOSS, "the same bits"]),
 }
 SLOW: dict[str, tuple[int, list[str]]] = {
     "decode": (2, ["matmul_all_reduce  layers.1.down", SAME_LOSS]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import signal
 import threading
@@ -48,6 +49,11 @@ CUT: dict[str, dict[str, Any]] = {
 """Options of the matrices whose names end so."""
 
 
+_meshes = itertools.count()
+"""For names of dimensions: torch finds meshes of equal names in caches, whose groups are gone when
+the pool's ranks have another default group."""
+
+
 class Uneven(Blocks):
     """Rows that ranks do not divide, fewer rows than ranks, and a stack of matrices."""
 
@@ -67,15 +73,16 @@ def sharded(seed: int, replicas: int = 1, device: str = "cpu", tp: int = 1) -> A
     """By tensor parallelism: rows, columns, rows that it does not divide, and nothing of others."""
     module, ranks = model(seed, Uneven).to(device), dist.get_world_size()
     shape, names = (replicas, ranks // replicas // tp, tp), ("replicas", "shards", "tp")
-    whole = init_device_mesh(device, shape, mesh_dim_names=names)
-    mesh = whole["replicas", "shards"] if replicas > 1 else whole["shards"]
+    replicated, dp, across = (f"{name}{next(_meshes)}" for name in names)
+    whole = init_device_mesh(device, shape, mesh_dim_names=(replicated, dp, across))
+    mesh = whole[replicated, dp] if replicas > 1 else whole[dp]
     if tp > 1:
         plan: dict[str, Any] = {
             "blocks.*.up": ColwiseParallel(),
             "blocks.*.down": RowwiseParallel(output_layouts=Replicate()),
             "odd": ColwiseParallel(output_layouts=Replicate()),
         }
-        parallelize_module(module, whole["tp"], plan)
+        parallelize_module(module, whole[across], plan)
     for block in module.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(module, mesh=mesh)
@@ -103,7 +110,7 @@ def muon(module: nn.Module, kind: str = "ours", **options: Any) -> Optimizer:
 def wrapped(optimizer: Optimizer, module: nn.Module, **facts: Any) -> LayerWise:
     options = Options(**{"timeout_s": 20, **facts.pop("options", {})})
     over: Any = getattr(next(module.parameters()), "device_mesh", None) or layerwise.mesh()
-    over = over["shards"] if over.ndim > 1 else over
+    over = over[over.mesh_dim_names[-1]] if over.ndim > 1 else over
     return LayerWise(optimizer, module, over, **{"bucket_bytes": 1, "options": options, **facts})
 
 
@@ -220,6 +227,33 @@ def test_has_the_bits_of_one_process(
     for grads in ranks[0][0]:
         for name, param in named.items():
             param.grad = grads.get(name)
+        alone.step()
+    for _, found in ranks:
+        assert differing(found, module.state_dict()) == []
+
+
+def by_columns(seed: int) -> tuple[list[Weights], Weights]:
+    """The same of shards of columns."""
+    module: Any = fully_shard(
+        model(seed), mesh=layerwise.mesh(), shard_placement_fn=lambda p: Shard(p.dim() - 1)
+    )
+    seen: list[Weights] = []
+    with wrapped(muon(module), module) as optimizing:
+        for step in range(3):
+            module(batch(seed, step)).square().mean().backward()
+            seen.append(full({n: p.grad for n, p in module.named_parameters()}))
+            optimizing.step()
+            optimizing.zero_grad()
+    return seen, full(module.state_dict())
+
+
+def test_shards_may_be_columns(pool: Pool, seed: int) -> None:
+    module = model(seed)
+    alone, named = muon(module), dict(module.named_parameters())
+    ranks = pool(4).run(by_columns, seed)
+    for grads in ranks[0][0]:
+        for name, param in named.items():
+            param.grad = grads[name]
         alone.step()
     for _, found in ranks:
         assert differing(found, module.state_dict()) == []
