@@ -72,7 +72,10 @@ def train(mesh: DeviceMesh, args: argparse.Namespace, compiled: bool) -> tuple[l
     logits = torch.zeros(rows, args.sequence, VOCABULARY, device=DEVICE)
     first, last = stage.embed is not None, stage.head is not None
     place, device = (pp.get_local_rank(), pp.size()), torch.device(DEVICE)
-    sent = {"input_args": tokens if first else hidden, "output_args": logits if last else hidden}
+    sent: Any = {
+        "input_args": tokens if first else hidden,
+        "output_args": logits if last else hidden,
+    }
     placed = PipelineStage(stage, *place, device, group=pp.get_group(), **sent)
     schedule = Schedule1F1B(placed, args.parts, loss_of)
     draw, losses = torch.Generator().manual_seed(dp.get_local_rank()), list[float]()
