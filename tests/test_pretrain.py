@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from tests.test_examples import ENVIRON, EXAMPLES
+import torch.distributed as dist
+from tests.support.pool import Pool, Ranks
+from tests.test_examples import ENVIRON, EXAMPLES, run_script
 
 FAULTY = Path(__file__).parent / "support/faulty.py"
 SMALL = "--dim 32 --layers 1 --head 16 --batch 4 --checkpoint 1"
@@ -26,16 +28,21 @@ Result = tuple[dict[int, str], list[str]]
 
 
 def pretrain(
-    folder: Path, options: str, fault: str = "", timeout_s: float = 280, code: int = 0
+    folder: Path,
+    options: str,
+    fault: str = "",
+    timeout_s: float = 280,
+    code: int = 0,
+    ranks: int = 4,
 ) -> str:
-    """What four ranks print that train with these options; `fault` is that of `faulty.py`."""
+    """What ranks print that train with these options; `fault` is that of `faulty.py`."""
     script = [str(FAULTY), fault, "pretrain.py"] if fault else [str(EXAMPLES / "pretrain.py")]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     restarts = str(fault.count(",") + 1)
     strict = {"MKL_CBWR": "AVX512,STRICT", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     process = subprocess.Popen(
         [
-            *(*torchrun, "--nproc-per-node", "4", "--max-restarts", restarts, *script),
+            *(*torchrun, "--nproc-per-node", str(ranks), "--max-restarts", restarts, *script),
             *(*SMALL.split(), "--folder", str(folder), *options.split()),
         ],
         stdout=subprocess.PIPE,
@@ -51,6 +58,14 @@ def pretrain(
         raise
     assert process.returncode == code, printed
     return printed
+
+
+def on_pool(ranks: Ranks, folder: Path, options: str) -> str:
+    """The same of processes that need no start."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = (*SMALL.split(), "--folder", str(folder), *options.split())
+    script = str(EXAMPLES / "pretrain.py")
+    return ranks.run(run_script, script, store.port, *given, timeout_s=180, replace=True)[0]
 
 
 def result(folder: Path, printed: str) -> Result:
@@ -69,19 +84,28 @@ def faultless(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 @pytest.mark.strict
-@pytest.mark.timeout(300)
-def test_losses_equal_those_of_an_eager_run_that_was_killed(tmp_path: Path) -> None:
-    """Eager torch's run is killed in its second checkpoint, and goes on from the first."""
-    options = "--layers 2 --checkpoint 2 --steps 4 --save-every 1 --evaluate-every 4 --lengths 32"
-    printed = pretrain(tmp_path / "a", f"{options} --every 2 --timeout 120")
-    known = pretrain(tmp_path / "b", f"{options} --timeout 40 --compile eager", "save:2:kill")
-    assert "fault: kill in save" in known
-    assert known.count("resumed at step 1") == 1
-    assert result(tmp_path / "a", printed) == result(tmp_path / "b", known)
+@pytest.mark.timeout(200)
+def test_a_few_losses_equal_eager_torch_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
+    options = "--layers 2 --checkpoint 2 --steps 4 --save-every 1 --lengths 32 --timeout 60"
+    printed = on_pool(pool(4), tmp_path / "a", f"{options} --every 2")
+    eager = on_pool(pool(4), tmp_path / "b", f"{options} --compile eager")
+    assert result(tmp_path / "a", printed) == result(tmp_path / "b", eager)
     steps = [line for line in printed.splitlines() if "hidden" in line]
     assert len(steps) == 2
     assert all(line.endswith("%") for line in steps)
     assert sorted(path.name for path in (tmp_path / "a").glob("*/")) == ["3", "4"]
+
+
+@pytest.mark.strict
+@pytest.mark.timeout(200)
+def test_a_rank_that_is_killed_costs_no_loss(pool: Pool, tmp_path: Path) -> None:
+    """One of two, in its second checkpoint: the job goes on from the first, by eager torch."""
+    options = "--steps 3 --save-every 1 --lengths 32 --timeout 40 --compile eager"
+    printed = pretrain(tmp_path / "a", options, "save:2:kill", ranks=2)
+    known = on_pool(pool(2), tmp_path / "b", options)
+    assert "fault: kill in save" in printed
+    assert printed.count("resumed at step 1") == 1
+    assert result(tmp_path / "a", printed) == result(tmp_path / "b", known)
 
 
 @pytest.mark.slow
