@@ -432,7 +432,7 @@ class LayerWise:
         return [each.timeline() for each in self._executors()[: -len(self._shared)]]
 
     def _executors(self) -> list[Executor]:
-        """Those of exchanges or of reductions and gathers, then those of `_shared`."""
+        """Executors of exchanges, or of reductions and gathers, and then those of `_shared`."""
         pipeline = self._pipeline.runs.executors if self._pipeline else []
         return [*pipeline, *self._runs.executors]
 
