@@ -130,8 +130,9 @@ def blocks_in_place(device: str, options: dict[str, Any], dim: int = 32) -> tupl
     trainers do it: tensor parallel, compiled, checkpointed, `fully_shard`. And what is known of
     all graphs, for a reader of a failure."""
     torch.compiler.reset()
-    mesh = init_device_mesh(device, (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
-    dp, tp, model = mesh["dp"], mesh["tp"], nn.Sequential()
+    names = "dp of blocks", "tp of blocks"  # of no other test: torch keeps meshes by their names
+    mesh = init_device_mesh(device, (1, dist.get_world_size()), mesh_dim_names=names)
+    dp, tp, model = mesh[names[0]], mesh[names[1]], nn.Sequential()
     for _ in range(2):
         block: Any = parallelise_block(Block(dim, dim // 4, 2 * dim).to(device), tp)
         block.compile(backend=backend, fullgraph=True, options={"trace": True, **options})

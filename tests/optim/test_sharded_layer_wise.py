@@ -478,21 +478,27 @@ def wrongs(seed: int) -> list[str]:
     plain = model(seed)
     plain.mixer = module.mixer  # of fully_shard
     expect(UnsupportedError, lambda: wrapped(muon(plain), plain))
-    two = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
-    stacks = model(seed, Uneven)
-    wide: Any = [Shard(0), Shard(2)]
-    stacks.experts = nn.Parameter(DTensor.from_local(stacks.experts[:, :, :3], two, wide))
-    held = Muon([stacks.experts])
-    expect(UnsupportedError, lambda: LayerWise(held, stacks, two["dp"]))
+    names = f"dp{next(_meshes)}", f"tp{next(_meshes)}"
+    two = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=names)
+    for name, part, placements in (
+        ("experts", (slice(None), slice(None), slice(3)), [Shard(0), Shard(2)]),
+        ("mixer", slice(DIM // 2), [Shard(0), Shard(0)]),
+    ):
+        module = model(seed, Uneven)
+        shard = DTensor.from_local(getattr(module, name)[part], two, placements)
+        setattr(module, name, nn.Parameter(shard))
+        held = Muon([getattr(module, name)])
+        expect(UnsupportedError, partial(LayerWise, held, module, two[names[0]]))
     return told
 
 
 def test_what_cannot_be_is_said(pool: Pool, seed: int) -> None:
-    for kind, plain, stack in pool(2).run(wrongs, seed):
+    for kind, plain, stack, twice in pool(2).run(wrongs, seed):
         assert "SGD is neither interlace.optim.Muon nor torch.optim.Muon" in kind
         assert "head.weight is not sharded" in plain
         assert "experts of shape (3, 24, 6) has the placements" in stack
         assert "of stacks of matrices each shard must hold whole ones" in stack
+        assert "mixer of shape (24, 24) has the placements (Shard(dim=0), Shard(dim=0))" in twice
 
 
 def test_the_class_that_went_is_no_attribute() -> None:
