@@ -81,9 +81,7 @@ def build(dp: DeviceMesh, tp: DeviceMesh, args: argparse.Namespace) -> Any:
             block.compile(backend="interlace", fullgraph=True, options=args.options)
         elif args.compile == "inductor":
             block.compile(fullgraph=True)
-        if (
-            args.checkpoint
-        ):  # of every n-th block; the others get the wrapper, so one class compiles
+        if args.checkpoint:  # of every n-th; others get the wrapper too, so one class compiles
             block = checkpoint_wrapper(block, checkpoint_fn=call if i % args.checkpoint else None)
         layers[i] = fully_shard(block, mesh=dp, mp_policy=precision)
     return fully_shard(model, mesh=dp, mp_policy=precision)
@@ -213,7 +211,8 @@ def hidden(model: nn.Module) -> str:
     """Communication that ran under computation, in the last run of each compiled graph."""
     figures = [timeline.figures() for timeline in interlace.timelines(model)]
     whole = sum(f.comm_s for f in figures)
-    return f"{sum(f.overlap_s for f in figures) / whole:.0%}" if whole else "-"
+    none = f"- ({len(figures)} timelines)"  # 0: no graph of Interlace's ran
+    return f"{sum(f.overlap_s for f in figures) / whole:.0%}" if whole else none
 
 
 def run(mesh: DeviceMesh, args: argparse.Namespace) -> None:
@@ -267,7 +266,7 @@ def main() -> None:
     parser.add_argument("--parts", choices=("interlace", "torch"), default="interlace")
     parser.add_argument("--device", default=DEVICE, help="cpu or cuda (%(default)s here)")
     parser.add_argument("--fp8", action="store_true", help="blocks' matmuls, and what they gather")
-    parser.add_argument("--muon", action="store_true", help="needs --tp 1")
+    parser.add_argument("--muon", action="store_true", help="in place of AdamW")
     parser.add_argument("--dtype", default="float32", help="of matmuls; reductions are float32")
     parser.add_argument("--folder", type=Path, default=Path("pretrain"), help="checkpoints, losses")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 96], help="in turn")

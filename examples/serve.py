@@ -3,22 +3,21 @@
     torchrun --nproc-per-node 2 examples/serve.py --check
 
 Each step prefills a piece of each new prompt and decodes one token of each other request, so the
-number of rows changes from step to step. The warm-up compiles all sizes. `--check` compares the
-tokens with those of the same run without a compiler. docs/how-to/serving.md explains it.
+number of rows changes from step to step. The warm-up compiles all sizes. `--graph` has CUDA graphs
+of them on GPUs. `--check` compares the tokens with those of the same run without a compiler.
+docs/how-to/serving.md explains it.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import os
 import random
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -123,6 +122,11 @@ def requests_of(args: argparse.Namespace) -> list[Request]:
     return made
 
 
+def padded(size: int, most: int) -> int:
+    """The next power of two."""
+    return min(1 << (size - 1).bit_length(), most)
+
+
 class Server:
     """The cache of a model, and the steps that fill and read it."""
 
@@ -132,17 +136,24 @@ class Server:
         self.width = args.length // self.block
         blocks = 1 + args.rows * self.width
         shape = 2, blocks, self.block, heads, args.head
-        self.cache = [tuple(torch.zeros(shape, device=DEVICE)) for _ in range(args.layers)]
+        self.cache = [tuple(torch.zeros(shape, device=args.device)) for _ in range(args.layers)]
         self.free = [*range(1, blocks)]
         self.decodes: list[tuple[int, float]] = []  # rows and milliseconds of each step
 
     def run(self, rows: Sequence[Request], n: int, mark: int | None = None) -> list[int]:
         """Computes the next n tokens of each, or fewer and padding; returns the likeliest next.
         In later calls the size of dimension `mark` may differ."""
+        count = len(rows)
+        if self.args.pad:
+            n = padded(n, self.args.piece)
+            rows = [*rows, *self.nothing(padded(count, self.args.rows) - count)]
         words = [r.tokens[r.known : max(r.known + 1, min(r.known + n, r.prompt - 1))] for r in rows]
-        tokens = torch.tensor([each + [0] * (n - len(each)) for each in words], device=DEVICE)
-        at = torch.tensor([[*range(r.known, r.known + n)] for r in rows], device=DEVICE)
-        tables = torch.tensor([r.table for r in rows], device=DEVICE)
+        given = (
+            [each + [0] * (n - len(each)) for each in words],
+            [[*range(r.known, r.known + n)] for r in rows],
+            [r.table for r in rows],
+        )
+        tokens, at, tables = (torch.tensor(each, device=self.args.device) for each in given)
         slots = tables.gather(1, at // self.block) * self.block + at % self.block
         if mark is not None:
             for each in (tokens, at, slots, *([tables] if mark == 0 else [])):
@@ -151,17 +162,20 @@ class Server:
         found = self.step(tokens, at, tables, paged, self.cache).tolist()  # waits for the device
         for request, each in zip(rows, words, strict=True):
             request.known += len(each)
-        return found
+        return found[:count]
+
+    def nothing(self, count: int) -> list[Request]:
+        """Requests that are padding."""
+        return [Request([], 0, 0, table=[SCRATCH] * self.width) for _ in range(count)]
 
     def warm_up(self) -> None:
         """Runs all sizes that there may be: a Program serves those between two powers of two, and
-        torch has a graph of its own for a size of 1."""
-        nothing = partial(Request, [], 0, 0, table=[SCRATCH] * self.width)
+        torch has a graph of its own for a size of 1. A CUDA graph serves one size."""
         powers, piece, rows = [1 << i for i in range(20)], self.args.piece, self.args.rows
         for n in [*(n for n in powers if 1 < n < piece and self.changing), piece]:
-            self.run([nothing()], n, mark=1 if self.changing else None)
+            self.run(self.nothing(1), n, mark=1 if self.changing else None)
         for count in [*(n for n in powers if n < rows), rows]:
-            self.run([nothing() for _ in range(count)], 1, mark=0 if count > 1 else None)
+            self.run(self.nothing(count), 1, mark=0 if count > 1 else None)
 
     def serve(self, requests: list[Request]) -> None:
         """All requests, to the last token."""
@@ -205,20 +219,36 @@ def main() -> None:
     for name, value in (sizes | {"dim": 128, "layers": 2, "head": 16, "seed": 0}).items():
         parser.add_argument(f"--{name}", type=int, default=value, help="(%(default)s)")
     parser.add_argument("--rate", type=float, default=0.5, help="requests a step (%(default)s)")
+    parser.add_argument("--device", default=DEVICE, help="cpu or cuda (%(default)s here)")
+    parser.add_argument("--pad", action="store_true", help="rows and pieces to powers of two")
+    parser.add_argument("--graph", action="store_true", help="CUDA graphs of them; pads")
     parser.add_argument("--check", action="store_true", help="compare with eager's tokens")
     args = parser.parse_args()
     if args.length % args.piece or args.length % args.block or args.piece < 2:
         parser.error("--piece (of 2 or more) and --block must divide --length")
+    if args.graph and (args.device != "cuda" or args.compile == "eager"):
+        parser.error("--graph needs --device cuda and a compiler")
+    args.pad |= args.graph
     bound: list[logging.LogRecord] = []  # Programs that Interlace makes
     (log := logging.getLogger("interlace.frontend.compiled_graph")).setLevel(logging.INFO)
     log.addFilter(bound.append)  # pyright: ignore
-    mesh = init_device_mesh(DEVICE, (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("tp",))
+    shared = args.device == "cuda" and DEVICE == "cpu"  # ranks share a GPU, which NCCL refuses
+    dist.init_process_group("gloo" if "cpu" in (args.device, DEVICE) else "nccl")
+    if args.device == "cuda":
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    mesh = init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("tp",))
     torch.manual_seed(args.seed)
-    model = Model(args.dim, args.layers, args.head).to(DEVICE)
+    model = Model(args.dim, args.layers, args.head).to(args.device)
     shard(model, mesh)
     step: Callable[..., Tensor] = model
     if args.compile != "eager":
-        step = torch.compile(model, backend=args.compile, fullgraph=True, dynamic=False)
+        options: dict[str, Any] = {}
+        if args.graph:
+            options["triton.cudagraphs" if args.compile == "inductor" else "graph"] = True
+        if shared and args.compile == "interlace":
+            options["transport"] = "peer"
+        how: Any = {"backend": args.compile, "options": options}
+        step = torch.compile(model, fullgraph=True, dynamic=False, **how)
     heads, stats = args.dim // args.head // mesh.size(), counters["stats"]
     with torch.inference_mode():
         server, requests = Server(step, heads, args), requests_of(args)
@@ -240,6 +270,9 @@ def main() -> None:
         for name, times in {"step": ms, "first token": first, "last token": last}.items():
             cuts = [0, *statistics.quantiles(times, n=100, method="inclusive")]
             print(name, *(f"p{part} {cuts[part]:.1f} ms" for part in (50, 90, 99)))
+        if args.graph and args.compile == "interlace":
+            left = interlace.explain(step).count("not captured in CUDA graphs")
+            print(f"{left} Programs are not in CUDA graphs")
         print("tokens equal eager's" * args.check)
 
 

@@ -90,6 +90,7 @@ QUICK: dict[str, tuple[int, list[str]]] = {
     "tensor_parallel_llama": (2, ["layers.0.feed_forward.w2  peer/get", SAME_LOSS]),
     "mixture_of_experts": (2, ["graph 1 of 1", "matmul_all_to_all  down", SAME_LOSS]),
     "pipeline": (2, ["the pair: sound", "deadlock", "equal those of autograd"]),
+    "pipeline_llama": (4, ["hidden in each graph", SAME_LOSS, "the same bits"]),
 }
 SLOW: dict[str, tuple[int, list[str]]] = {
     "decode": (2, ["matmul_all_reduce  layers.1.down", SAME_LOSS]),
@@ -147,6 +148,7 @@ SMALL = "--check --rows 5 --requests 12 --rate 1 --layers 1 --dim 32 --length 32
     [
         "--piece 16",
         pytest.param("--piece 8 --cache static --pieces changing", marks=pytest.mark.slow),
+        pytest.param("--piece 16 --pad --pieces changing", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.timeout(200)

@@ -12,13 +12,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from tests.test_examples import ENVIRON, EXAMPLES
+import torch.distributed as dist
+from tests.support.pool import Pool, Ranks
+from tests.test_examples import ENVIRON, EXAMPLES, run_script
 
 FAULTY = Path(__file__).parent / "support/faulty.py"
 SMALL = "--dim 32 --layers 1 --head 16 --batch 4 --checkpoint 1"
 TRAINED = (
     "--layers 2 --checkpoint 2 --steps 20 --save-every 5 --evaluate-every 10 --lengths 32 16 "
-    "--every 5 --timeout 120"
+    "--timeout 120"
 )
 FAILED = "--steps 8 --save-every 2 --evaluate-every 4 --lengths 32 --timeout 40"
 Result = tuple[dict[int, str], list[str]]
@@ -26,16 +28,21 @@ Result = tuple[dict[int, str], list[str]]
 
 
 def pretrain(
-    folder: Path, options: str, fault: str = "", timeout_s: float = 280, code: int = 0
+    folder: Path,
+    options: str,
+    fault: str = "",
+    timeout_s: float = 280,
+    code: int = 0,
+    ranks: int = 4,
 ) -> str:
-    """What four ranks print that train with these options; `fault` is that of `faulty.py`."""
+    """What ranks print that train with these options; `fault` is that of `faulty.py`."""
     script = [str(FAULTY), fault, "pretrain.py"] if fault else [str(EXAMPLES / "pretrain.py")]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     restarts = str(fault.count(",") + 1)
     strict = {"MKL_CBWR": "AVX512,STRICT", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     process = subprocess.Popen(
         [
-            *(*torchrun, "--nproc-per-node", "4", "--max-restarts", restarts, *script),
+            *(*torchrun, "--nproc-per-node", str(ranks), "--max-restarts", restarts, *script),
             *(*SMALL.split(), "--folder", str(folder), *options.split()),
         ],
         stdout=subprocess.PIPE,
@@ -53,19 +60,20 @@ def pretrain(
     return printed
 
 
+def on_pool(ranks: Ranks, folder: Path, options: str) -> str:
+    """The same of processes that need no start."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = (*SMALL.split(), "--folder", str(folder), *options.split())
+    script = str(EXAMPLES / "pretrain.py")
+    return ranks.run(run_script, script, store.port, *given, timeout_s=180, replace=True)[0]
+
+
 def result(folder: Path, printed: str) -> Result:
     """What a run comes to. Each step has one row, however often it was repeated."""
     rows = [line.split(",")[:2] for line in (folder / "losses.csv").read_text().splitlines()]
     last = [line for line in printed.splitlines() if line.startswith(("held out", "generated"))]
     assert [int(step) for step, _ in rows] == [*range(1, len(rows) + 1)]
     return {int(step): loss for step, loss in rows}, last[-2:]
-
-
-@pytest.fixture(scope="module")
-def eager(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """The run by eager torch."""
-    folder = tmp_path_factory.mktemp("eager")
-    return result(folder, pretrain(folder, f"{TRAINED} --compile eager"))
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +84,41 @@ def faultless(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 @pytest.mark.strict
-@pytest.mark.timeout(600)
-def test_losses_equal_eager_torch_bit_for_bit(tmp_path: Path, eager: Result) -> None:
-    """Two blocks share three graphs: of the first length, of any, and without gradients."""
-    printed = pretrain(tmp_path, TRAINED, "backward:1000000:kill")  # never: it looks at each loss
-    assert result(tmp_path, printed) == eager
-    assert len(eager[0]) == 20
+@pytest.mark.timeout(200)
+def test_a_few_losses_equal_eager_torch_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
+    options = "--layers 2 --checkpoint 2 --steps 4 --save-every 1 --lengths 32 --timeout 60"
+    printed = on_pool(pool(4), tmp_path / "a", f"{options} --every 2")
+    eager = on_pool(pool(4), tmp_path / "b", f"{options} --compile eager")
+    assert result(tmp_path / "a", printed) == result(tmp_path / "b", eager)
     steps = [line for line in printed.splitlines() if "hidden" in line]
-    assert len(steps) == 4
+    assert len(steps) == 2
     assert all(line.endswith("%") for line in steps)
-    assert sorted(path.name for path in tmp_path.glob("*/")) == ["15", "20"]
+    assert sorted(path.name for path in (tmp_path / "a").glob("*/")) == ["3", "4"]
+
+
+@pytest.mark.strict
+@pytest.mark.timeout(200)
+def test_a_rank_that_is_killed_costs_no_loss(pool: Pool, tmp_path: Path) -> None:
+    """One of two, in its second checkpoint: the job goes on from the first, by eager torch."""
+    options = "--steps 3 --save-every 1 --lengths 32 --timeout 40 --compile eager"
+    printed = pretrain(tmp_path / "a", options, "save:2:kill", ranks=2)
+    known = on_pool(pool(2), tmp_path / "b", options)
+    assert "fault: kill in save" in printed
+    assert printed.count("resumed at step 1") == 1
+    assert result(tmp_path / "a", printed) == result(tmp_path / "b", known)
+
+
+@pytest.mark.slow
+@pytest.mark.strict
+@pytest.mark.timeout(600)
+def test_losses_equal_eager_torch_bit_for_bit(tmp_path: Path) -> None:
+    """Two blocks share three graphs: of the first length, of any, and without gradients."""
+    never = "backward:1000000:kill"  # it looks at each loss
+    compiled = result(tmp_path / "a", pretrain(tmp_path / "a", TRAINED, never))
+    eager = result(tmp_path / "b", pretrain(tmp_path / "b", f"{TRAINED} --compile eager"))
+    assert compiled == eager
+    assert len(eager[0]) == 20
+    assert sorted(path.name for path in (tmp_path / "a").glob("*/")) == ["15", "20"]
 
 
 def test_figures_of_the_page_are_rows() -> None:
@@ -122,15 +155,10 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.strict
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "faults",
-    [
-        pytest.param(["save:2:kill"], id="one"),
-        *(pytest.param(each, id=name, marks=pytest.mark.slow) for name, each in FAULTS.items()),
-    ],
-)
+@pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
 def test_a_run_resumes_to_the_same_losses(
     tmp_path: Path, faultless: Result, faults: list[str]
 ) -> None:
@@ -146,8 +174,8 @@ def test_a_run_resumes_to_the_same_losses(
 @pytest.mark.strict
 @pytest.mark.timeout(600)
 def test_muon_with_owners_keeps_the_bits_and_goes_on(tmp_path: Path) -> None:
-    """Under FSDP2 alone: compiled blocks as eager ones, and a run that was saved midway."""
-    options = f"{FAILED} --muon --tp 1"
+    """Compiled blocks as eager ones, and a run that was saved midway."""
+    options = f"{FAILED} --muon"
     compiled = result(tmp_path / "a", pretrain(tmp_path / "a", options))
     eager = result(tmp_path / "b", pretrain(tmp_path / "b", f"{options} --compile eager"))
     shutil.rmtree(tmp_path / "a/8")

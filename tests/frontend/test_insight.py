@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.frontend.models import least_memory
+from tests.frontend.models import Block, least_memory, parallelise_block
 from tests.support.pool import Pool
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -22,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 import interlace
 from interlace.errors import ExecutorError
+from interlace.frontend import backend
 from interlace.ir import parse
 
 
@@ -120,6 +123,38 @@ def test_why_a_communication_stays_serial(pool: Pool) -> None:
         assert "all_gather  up  serial" in regathered
         assert "takes the gathered tensor as its right-hand side" in regathered
         assert "everything is serial by option" in by_layer, "layers of a class share their graphs"
+
+
+def blocks_in_place(device: str, options: dict[str, Any], dim: int = 32) -> tuple[list[float], str]:
+    """Seconds in which each timeline of a model communicates whose blocks are compiled in place, as
+    trainers do it: tensor parallel, compiled, checkpointed, `fully_shard`. And what is known of
+    all graphs, for a reader of a failure."""
+    torch.compiler.reset()
+    names = "dp of blocks", "tp of blocks"  # of no other test: torch keeps meshes by their names
+    mesh = init_device_mesh(device, (1, dist.get_world_size()), mesh_dim_names=names)
+    dp, tp, model = mesh[names[0]], mesh[names[1]], nn.Sequential()
+    for _ in range(2):
+        block: Any = parallelise_block(Block(dim, dim // 4, 2 * dim).to(device), tp)
+        block.compile(backend=backend, fullgraph=True, options={"trace": True, **options})
+        wrapped: Any = fully_shard(checkpoint_wrapper(block), mesh=dp)
+        model.append(wrapped)
+    fully_shard(model, mesh=dp)
+    for _ in range(2):
+        model(torch.randn(2, 16, dim, device=device)).square().mean().backward()
+    seconds = [timeline.figures().comm_s for timeline in interlace.timelines(model)]
+    known = [
+        f"{graph.kind} of {graph.setting.origin and graph.setting.origin.name}, "
+        f"{graph.unscheduled or 'scheduled'}: "
+        + ", ".join(f"{bound.executor.options.trace} {bound.measured}" for bound in graph.bound)
+        for graph in backend.graphs
+    ]
+    torch.compiler.reset()
+    return seconds, f"torch {torch.__version__}, graphs: {known}"
+
+
+def test_timelines_of_blocks_compiled_in_place(pool: Pool) -> None:
+    for seconds, known in pool(2).run(blocks_in_place, "cpu", {}):
+        assert min(seconds, default=0) > 0, known
 
 
 def doubled(x: torch.Tensor) -> torch.Tensor:

@@ -56,9 +56,9 @@ def model(seed: int, make: Callable[[], nn.Module] = Blocks) -> Any:
     return make()
 
 
-def batch(seed: int, step: int) -> torch.Tensor:
-    """Rows of a step, other ones on each rank."""
-    draw = torch.Generator().manual_seed(seed + 1000 * step + dist.get_rank())
+def batch(seed: int, step: int, alike: int = 1) -> torch.Tensor:
+    """Rows of a step, other ones on each rank, or on each group of ranks that are alike."""
+    draw = torch.Generator().manual_seed(seed + 1000 * step + dist.get_rank() // alike)
     return torch.randn(TOKENS, DIM, generator=draw)
 
 

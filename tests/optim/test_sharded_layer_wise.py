@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import signal
 import threading
@@ -48,6 +49,11 @@ CUT: dict[str, dict[str, Any]] = {
 """Options of the matrices whose names end so."""
 
 
+_meshes = itertools.count()
+"""For names of dimensions: torch finds meshes of equal names in caches, whose groups are gone when
+the pool's ranks have another default group."""
+
+
 class Uneven(Blocks):
     """Rows that ranks do not divide, fewer rows than ranks, and a stack of matrices."""
 
@@ -63,12 +69,20 @@ class Uneven(Blocks):
         return torch.cat([self.head(x), mixed, self.flat(self.odd(x))], -1)
 
 
-def sharded(seed: int, replicas: int = 1, device: str = "cpu") -> Any:
+def sharded(seed: int, replicas: int = 1, device: str = "cpu", tp: int = 1) -> Any:
+    """By tensor parallelism: rows, columns, rows that it does not divide, and nothing of others."""
     module, ranks = model(seed, Uneven).to(device), dist.get_world_size()
-    mesh = layerwise.mesh(device)
-    if replicas > 1:
-        shape = (replicas, ranks // replicas)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+    shape, names = (replicas, ranks // replicas // tp, tp), ("replicas", "shards", "tp")
+    replicated, dp, across = (f"{name}{next(_meshes)}" for name in names)
+    whole = init_device_mesh(device, shape, mesh_dim_names=(replicated, dp, across))
+    mesh = whole[replicated, dp] if replicas > 1 else whole[dp]
+    if tp > 1:
+        plan: dict[str, Any] = {
+            "blocks.*.up": ColwiseParallel(),
+            "blocks.*.down": RowwiseParallel(output_layouts=Replicate()),
+            "odd": ColwiseParallel(output_layouts=Replicate()),
+        }
+        parallelize_module(module, whole[across], plan)
     for block in module.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(module, mesh=mesh)
@@ -96,16 +110,21 @@ def muon(module: nn.Module, kind: str = "ours", **options: Any) -> Optimizer:
 def wrapped(optimizer: Optimizer, module: nn.Module, **facts: Any) -> LayerWise:
     options = Options(**{"timeout_s": 20, **facts.pop("options", {})})
     over: Any = getattr(next(module.parameters()), "device_mesh", None) or layerwise.mesh()
-    over = over["shards"] if over.ndim > 1 else over
+    over = over[over.mesh_dim_names[-1]] if over.ndim > 1 else over
     return LayerWise(optimizer, module, over, **{"bucket_bytes": 1, "options": options, **facts})
 
 
 def train(
-    optimizer: Any, module: nn.Module, seed: int, steps: range, clip: float | None = 1.0
+    optimizer: Any,
+    module: nn.Module,
+    seed: int,
+    steps: range,
+    clip: float | None = 1.0,
+    alike: int = 1,
 ) -> None:
     device = next(module.parameters()).device
     for step in steps:
-        module(batch(seed, step).to(device)).square().mean().backward()
+        module(batch(seed, step, alike).to(device)).square().mean().backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
         optimizer.step()
@@ -120,18 +139,18 @@ def full(values: dict[str, Any]) -> Weights:
 
 
 def both_ways(
-    seed: int, steps: int, kind: str, facts: dict[str, Any], device: str = "cpu"
+    seed: int, steps: int, kind: str, facts: dict[str, Any], device: str = "cpu", tp: int = 1
 ) -> list[str]:
     """What differs between an overlapped run, whose ops are delayed, and a synchronous one."""
     made: list[Weights] = []
     facts = {"options": {}, **facts}
     for overlap in (True, False):
-        module = sharded(seed, device=device)
+        module = sharded(seed, device=device, tp=tp)
         with slowly(seed if overlap else None):
             given = {**facts, "options": {**facts["options"], "overlap": overlap}}
             optimizing = wrapped(muon(module, kind, batched=True), module, **given)
         with optimizing:
-            train(optimizing, module, seed, range(steps), None)
+            train(optimizing, module, seed, range(steps), None, tp)
         made.append(full(module.state_dict()))
     return differing(*made)
 
@@ -151,9 +170,18 @@ def test_overlapped_is_synchronous_bit_for_bit(
     assert pool(world).run(both_ways, seed, 5, "ours", FACTS[facts]) == [[]] * world
 
 
-def recorded(seed: int, steps: int, kind: str, replicas: int) -> tuple[list[Weights], Weights]:
+@pytest.mark.parametrize("facts", ["plain", "peer"])
+def test_overlapped_is_synchronous_under_tensor_parallelism(
+    pool: Pool, facts: str, seed: int
+) -> None:
+    assert pool(4).run(both_ways, seed, 3, "ours", FACTS[facts], "cpu", 2) == [[]] * 4
+
+
+def recorded(
+    seed: int, steps: int, kind: str, replicas: int, tp: int
+) -> tuple[list[Weights], Weights]:
     """The reduced gradients of each step, and the weights at the end."""
-    module, seen = sharded(seed, replicas), []
+    module, seen = sharded(seed, replicas, tp=tp), []
     module.odd.weight.requires_grad_(False)
     optimizer = muon(module, kind)
     with slowly(seed):
@@ -163,14 +191,11 @@ def recorded(seed: int, steps: int, kind: str, replicas: int) -> tuple[list[Weig
             if step == 2:
                 module.blocks[0].up.weight.requires_grad_(False)
                 module.odd.weight.requires_grad_(True)
-            module(batch(seed, step)).square().mean().backward()
+            module(batch(seed, step, tp)).square().mean().backward()
             held = [p for group in optimizer.param_groups for p in group["params"]]
-            used = [p.grad for p in held if p.grad is not None]
-            wanted = torch.nn.utils.get_total_norm(used)
-            assert isinstance(wanted, DTensor)
-            torch.testing.assert_close(
-                optimizing.clip_grad_norm_(0.5).float(), wanted.full_tensor()
-            )
+            used = full({str(i): p.grad for i, p in enumerate(held) if p.grad is not None})
+            wanted = torch.nn.utils.get_total_norm(used.values())
+            torch.testing.assert_close(optimizing.clip_grad_norm_(0.5).float(), wanted)
             grads = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
             seen.append(full(grads))
             optimizing.step()
@@ -181,14 +206,54 @@ def recorded(seed: int, steps: int, kind: str, replicas: int) -> tuple[list[Weig
     return seen, full(module.state_dict())
 
 
-@pytest.mark.parametrize(("kind", "replicas"), [("torch", 1), ("ours", 1), ("ours", 2)])
-def test_has_the_bits_of_one_process(pool: Pool, kind: str, replicas: int, seed: int) -> None:
-    ranks = pool(4).run(recorded, seed, 5, kind, replicas)
+@pytest.mark.parametrize(
+    ("kind", "replicas", "tp"),
+    [
+        ("torch", 1, 1),
+        ("ours", 1, 1),
+        ("ours", 2, 1),
+        ("torch", 1, 2),
+        ("ours", 1, 2),
+        ("ours", 1, 4),
+        ("ours", 2, 2),
+    ],
+)
+def test_has_the_bits_of_one_process(
+    pool: Pool, kind: str, replicas: int, tp: int, seed: int
+) -> None:
+    ranks = pool(4).run(recorded, seed, 5, kind, replicas, tp)
     module = model(seed, Uneven)
     alone, named = muon(module, kind), dict(module.named_parameters())
     for grads in ranks[0][0]:
         for name, param in named.items():
             param.grad = grads.get(name)
+        alone.step()
+    for _, found in ranks:
+        assert differing(found, module.state_dict()) == []
+
+
+def by_columns(seed: int) -> tuple[list[Weights], Weights]:
+    """The same of shards of columns."""
+    module: Any = fully_shard(
+        model(seed), mesh=layerwise.mesh(), shard_placement_fn=lambda p: Shard(p.dim() - 1)
+    )
+    seen: list[Weights] = []
+    with wrapped(muon(module), module) as optimizing:
+        for step in range(3):
+            module(batch(seed, step)).square().mean().backward()
+            seen.append(full({n: p.grad for n, p in module.named_parameters()}))
+            optimizing.step()
+            optimizing.zero_grad()
+    return seen, full(module.state_dict())
+
+
+def test_shards_may_be_columns(pool: Pool, seed: int) -> None:
+    module = model(seed)
+    alone, named = muon(module), dict(module.named_parameters())
+    ranks = pool(4).run(by_columns, seed)
+    for grads in ranks[0][0]:
+        for name, param in named.items():
+            param.grad = grads[name]
         alone.step()
     for _, found in ranks:
         assert differing(found, module.state_dict()) == []
@@ -363,18 +428,21 @@ def test_norms_count_the_shards_of_tensor_parallelism(
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
-def through_a_checkpoint(seed: int, folder: str, saves: bool) -> checkpoints.Run:
-    module = sharded(seed if saves else seed + 1)
+def through_a_checkpoint(seed: int, folder: str, saves: bool, tp: int) -> checkpoints.Run:
+    module = sharded(seed if saves else seed + 1, tp=tp)
     go = checkpoints.saved if saves else checkpoints.loaded
     optimizing = wrapped(muon(module), module)
-    return go(optimizing, partial(train, optimizing, module, seed), folder)
+    clip = 1.0 if tp == 1 else None  # torch clips no gradients of several meshes
+    return go(optimizing, partial(train, optimizing, module, seed, clip=clip, alike=tp), folder)
 
 
-@pytest.mark.parametrize("world", [4, 2])
-def test_goes_on_from_a_checkpoint(pool: Pool, world: int, seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world", "tp"), [(4, 1), (2, 1), (4, 2), (2, 2)])
+def test_goes_on_from_a_checkpoint(
+    pool: Pool, world: int, tp: int, seed: int, tmp_path: Path
+) -> None:
     """On as many ranks bit for bit; on fewer, all that was loaded is."""
-    before = pool(4).run(through_a_checkpoint, seed, str(tmp_path), True)
-    after = pool(world).run(through_a_checkpoint, seed, str(tmp_path), False)
+    before = pool(4).run(through_a_checkpoint, seed, str(tmp_path), True, tp)
+    after = pool(world).run(through_a_checkpoint, seed, str(tmp_path), False, tp)
     checkpoints.check(before, after, same=world == 4)
 
 
@@ -410,18 +478,27 @@ def wrongs(seed: int) -> list[str]:
     plain = model(seed)
     plain.mixer = module.mixer  # of fully_shard
     expect(UnsupportedError, lambda: wrapped(muon(plain), plain))
-    columns = fully_shard(
-        model(seed), mesh=layerwise.mesh(), shard_placement_fn=lambda p: Shard(p.dim() - 1)
-    )
-    expect(UnsupportedError, lambda: wrapped(muon(columns), columns))
+    names = f"dp{next(_meshes)}", f"tp{next(_meshes)}"
+    two = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=names)
+    for name, part, placements in (
+        ("experts", (slice(None), slice(None), slice(3)), [Shard(0), Shard(2)]),
+        ("mixer", slice(DIM // 2), [Shard(0), Shard(0)]),
+    ):
+        module = model(seed, Uneven)
+        shard = DTensor.from_local(getattr(module, name)[part], two, placements)
+        setattr(module, name, nn.Parameter(shard))
+        held = Muon([getattr(module, name)])
+        expect(UnsupportedError, partial(LayerWise, held, module, two[names[0]]))
     return told
 
 
 def test_what_cannot_be_is_said(pool: Pool, seed: int) -> None:
-    for kind, plain, columns in pool(2).run(wrongs, seed):
+    for kind, plain, stack, twice in pool(2).run(wrongs, seed):
         assert "SGD is neither interlace.optim.Muon nor torch.optim.Muon" in kind
         assert "head.weight is not sharded" in plain
-        assert "head.weight of shape (8, 24) has the placements (Shard(dim=1),)" in columns
+        assert "experts of shape (3, 24, 6) has the placements" in stack
+        assert "of stacks of matrices each shard must hold whole ones" in stack
+        assert "mixer of shape (24, 24) has the placements (Shard(dim=0), Shard(dim=0))" in twice
 
 
 def test_the_class_that_went_is_no_attribute() -> None:

@@ -181,7 +181,8 @@ def _move(flat: Handle, source: int, target: int, start: int, stop: int) -> Move
 
 
 class BucketRuns:
-    """The Executors of some flat buffers; on the CPU, by a group of its own.
+    """The Executors of some flat buffers; on the CPU, by a group of its own, unless the group given
+    is `apart`, for these runs alone.
 
     Every rank of the job makes one together.
     `before`, `then`: for some runs, what precedes or follows each, on its thread or stream.
@@ -193,6 +194,7 @@ class BucketRuns:
         group: dist.ProcessGroup | None,
         options: Options,
         *,
+        apart: bool = False,
         before: Mapping[int, Callable[[], None]] | None = None,
         then: Mapping[int, Callable[[], None]] | None = None,
     ) -> None:
@@ -201,7 +203,7 @@ class BucketRuns:
         self._stream: Any = None
         with contextlib.ExitStack() as made:  # undone here if ranks do not agree, else by close()
             given: Any = group or dist.group.WORLD
-            if self._device.type == "cpu":
+            if self._device.type == "cpu" and not apart:
                 given = made.enter_context(
                     beside(dist.get_process_group_ranks(given), self._device)
                 )

@@ -43,7 +43,7 @@ from interlace.errors import (
     refuse_removed,
 )
 from interlace.optim.adam.state import local
-from interlace.optim.bucket_runs import BucketExchange, BucketRuns, Write, all_reduced
+from interlace.optim.bucket_runs import BucketExchange, BucketRuns, Write, all_reduced, beside
 from interlace.optim.grad_reducer import Bucket, GradReducer, check_reduction, laid_out, lent
 from interlace.optim.layer_wise.bucket_update import UpdatesInOrder
 from interlace.optim.layer_wise.flat_weights import FlatWeights, shown
@@ -64,6 +64,7 @@ from interlace.optim.layer_wise.update_plan import (
 from interlace.optim.loading import ParamGroup, State
 from interlace.optim.untraced import eager
 from interlace.options import Options
+from interlace.runtime import Executor
 
 log = logging.getLogger(__name__)
 Calls = dict[int, Callable[[], None]]
@@ -99,10 +100,10 @@ class LayerWise:
     those of elementwise optimizers) have a home among the ranks of their owner, and in
     `param_groups` a Parameter of the whole shape stands in their place, until `close()`.
 
-    Or Parameters are those of `fully_shard`, sharded by rows over the ranks of `mesh`, and maybe
-    replicated over others (HSDP); gradients are then reduced already. `optimizer` is then
-    `interlace.optim.Muon` or `torch.optim.Muon`. With `batched=False`, weights have the bits of the
-    optimizer on whole parameters in one process, given the same gradients.
+    Or Parameters are those of `fully_shard`, sharded over the ranks of `mesh`, maybe by tensor
+    parallelism before, and maybe replicated over others (HSDP); gradients are then reduced already.
+    `optimizer` is then `interlace.optim.Muon` or `torch.optim.Muon`. With `batched=False`, weights
+    have the bits of the optimizer on whole parameters in one process, given the same gradients.
 
     Args:
         optimizer: updates each parameter by itself. It has updated nothing yet, or has state for
@@ -197,13 +198,17 @@ class LayerWise:
             def runs_by(copies: bool) -> BucketRuns:
                 most = LARGE * bucket_bytes if copies else 0
                 runs = runs_of(plan, weights, grads, op, chosen.transport, most, self._shared)
-                runs = [*(self._pipeline.programs if self._pipeline else ()), *runs]
                 return BucketRuns(runs, group, chosen, before=before, then=then)
 
             self._runs = by_copies_if_possible(runs_by, chosen.transport, device)
             made.callback(self._runs.close)
+            ranks = self._pipeline.ranks if self._pipeline is not None else []
+            own = device.type == "cuda" and ranks == sorted(dist.get_process_group_ranks(group))
+            apart = made.enter_context(beside([] if own else ranks, device))  # all ranks of the job
             if self._pipeline is not None:
-                self._pipeline.runs = self._runs
+                exchanges = self._pipeline.programs
+                self._pipeline.runs = BucketRuns(exchanges, apart or group, chosen, apart=True)
+                made.callback(self._pipeline.runs.close)
             self._reducer = None
             if grads:
                 self._reducer = GradReducer(grads[::-1], self._runs, chosen)
@@ -414,7 +419,7 @@ class LayerWise:
 
     def explain(self) -> str:
         """Returns a text: who owns what, each bucket, and the Programs of this rank."""
-        executors = [*self._runs.executors, *(self._homes.executors if self._homes else ())]
+        executors = [*self._executors(), *(self._homes.executors if self._homes else ())]
         lines = (self._pipeline or self._plan).explain()
         return "\n".join([*lines, *(str(each.program) for each in executors)])
 
@@ -424,7 +429,12 @@ class LayerWise:
         Raises:
             ExecutorError: it was made without the option `trace`.
         """
-        return [each.timeline() for each in self._runs.executors[: -len(self._shared)]]
+        return [each.timeline() for each in self._executors()[: -len(self._shared)]]
+
+    def _executors(self) -> list[Executor]:
+        """Executors of exchanges, or of reductions and gathers, and then those of `_shared`."""
+        pipeline = self._pipeline.runs.executors if self._pipeline else []
+        return [*pipeline, *self._runs.executors]
 
     def reset(self) -> None:
         """After a failure, on every rank together: gradients are 0, and nothing is in flight.
@@ -437,6 +447,8 @@ class LayerWise:
             self._reducer.reset()
         else:
             self._runs.reset()
+        if self._pipeline is not None:
+            self._pipeline.runs.reset()
         if self._homes is not None:
             self._homes.reset()
 

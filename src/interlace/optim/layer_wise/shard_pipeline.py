@@ -18,6 +18,14 @@ Note [Parts]
     fewer rows (the last ones) are padded, as FSDP2 does in its own collectives; so a part is as
     long on every rank, and the exchange is one all-to-all whose parts a table gives, each way.
 
+Note [The grid]
+    The ranks that meet are those of `mesh`; where tensor parallelism sharded matrices before
+    `fully_shard` did, all that hold shards of one: a grid, whose lines are the dimensions of the
+    mesh that shard. So a matrix has one owner in it, and each of its ranks has work of its own. A
+    shard is a block of the matrix, cut by tensor parallelism first (its rows or its columns), then
+    by `fully_shard`. What is sharded along some lines only is the same along the others: the owner
+    gets it from each rank, takes one, and sends it back to all.
+
 Note [Owners in each bucket]
     Ranks meet twice in each bucket, so work must be even in each, and not only in all of them: a
     bucket has at least as many matrices as there are ranks, and the owners of each are chosen with
@@ -26,17 +34,19 @@ Note [Owners in each bucket]
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 import interlace
@@ -47,7 +57,7 @@ from interlace.optim.bucket_runs import BucketRuns, Write
 from interlace.optim.layer_wise.bucket_update import give_back, step_between
 from interlace.optim.layer_wise.flat_weights import shown
 from interlace.optim.layer_wise.ownership import BucketPlan, ParameterCost, placed
-from interlace.optim.layer_wise.update_plan import lies_over
+from interlace.optim.layer_wise.update_plan import lies_over, lines_of
 from interlace.optim.loading import Group
 from interlace.optim.muon.optimizer import Muon
 from interlace.optim.muon.update import (
@@ -62,6 +72,7 @@ from interlace.optim.muon.update import (
     orthogonal,
 )
 from interlace.torch_private import foreach_copy_, foreach_lerp
+from interlace.torch_private.distributed import StridedShard
 
 SLOTS = 3
 """Buckets on the way at once: one goes to its owners, one is theirs, and one comes back."""
@@ -71,6 +82,59 @@ PLAIN: Group = {
 }  # fmt: skip
 """The options of Muon with which it is torch.optim.Muon."""
 Groups = Mapping[Tensor, Group]
+Block = tuple[tuple[int, int], ...]
+"""Where a shard lies in its matrix: begin and end, of rows and of columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGrid:
+    """The ranks that hold shards of a matrix; see Note [The grid]."""
+
+    lines: tuple[tuple[int, ...], ...]
+    """Along each dimension, the ranks that differ from this one in it alone."""
+    places: Mapping[int, tuple[int, ...]]
+    """The place of each rank, in the order of the ranks of their group."""
+
+    @classmethod
+    def of(cls, matrices: Collection[DTensor]) -> ShardGrid:
+        """The grid of the matrix that is sharded over most ranks."""
+        widest = max(matrices, key=lambda param: math.prod(map(len, lines_of(param).values())))
+        lines, mesh = lines_of(widest), widest.device_mesh
+        here = mesh.get_coordinate()
+        assert here is not None
+        ranks = mesh.mesh[tuple(slice(None) if a in lines else here[a] for a in range(mesh.ndim))]
+        places = {int(ranks[at]): at for at in product(*map(range, ranks.shape))}
+        return cls(tuple(lines.values()), {rank: places[rank] for rank in sorted(places)})
+
+    def blocks(self, name: str, param: DTensor) -> list[Block]:
+        """The block of each rank; raises UnsupportedError where shards are no blocks of the grid.
+
+        Of two placements that cut the same dimension the second cuts first, as `_StridedShard`
+        says.
+        """
+        cuts: list[tuple[int, int]] = []
+        for axis, line in lines_of(param).items():
+            placement: Any = param.placements[axis]
+            again = any(p.is_shard(placement.dim) for p in param.placements[axis + 1 :])
+            plain = type(placement) is Shard and not again
+            if line not in self.lines or not (plain or type(placement) is StridedShard):
+                raise UnsupportedError(
+                    f"{name} of shape {tuple(param.shape)} has the placements {param.placements} "
+                    f"on ranks {line}, where others are sharded over {self.lines}: only matrices "
+                    "that tensor parallelism and then fully_shard made blocks of are exchanged. "
+                    "Give it a Muon of its own"
+                )
+            cuts.append((self.lines.index(line), placement.dim))
+        found: list[Block] = []
+        for place in self.places.values():
+            bounds = [(0, size) for size in param.shape]
+            for line, dim in reversed(cuts):
+                begin, end = bounds[dim]
+                chunk = -(-(end - begin) // len(self.lines[line]))
+                begin = min(begin + chunk * place[line], end)
+                bounds[dim] = begin, min(begin + chunk, end)
+            found.append(tuple(bounds))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +208,22 @@ class ShardedMatrix:
     first: int
     """The first row of this rank's shard."""
     shard: Tensor
-    """[rows of the shard, columns], bfloat16."""
-    whole: Tensor | None
-    """On the owner: [ranks, elements of a padded shard], bfloat16."""
+    """This rank's, bfloat16."""
+    parts: Mapping[Block, list[Tensor]]
+    """On the owner: all shards, by their block; elsewhere none."""
+
+    def gathered(self) -> Tensor:
+        """On the owner: the matrix."""
+        whole = self.shard.new_empty(self.param.shape)
+        foreach_copy_(
+            [_at(whole, block) for block in self.parts], [each[0] for each in self.parts.values()]
+        )
+        return whole
+
+    def spread(self, whole: Tensor) -> None:
+        """On the owner: all shards become those of a matrix."""
+        pairs = [(part, _at(whole, block)) for block in self.parts for part in self.parts[block]]
+        foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
     def subtract(self, group: Group) -> None:
         """Subtracts this rank's part from the weights, each matrix inside by its learning rate."""
@@ -160,14 +237,14 @@ class ShardedMatrix:
 class ShardPipeline:
     """The updates of `interlace.optim.Muon` or `torch.optim.Muon` over a module of `fully_shard`.
 
-    Each matrix is a DTensor that is sharded by rows (`Shard(0)`) over the ranks of `mesh`, and may
-    be replicated over others (HSDP, in which each replica does the same). The state stays sharded,
-    in the optimizer. What needs no exchange that updates itself: groups with `use_muon=False`, and
-    what shards have whole matrices of (experts, heads of `head_dim`).
+    Each matrix is a DTensor that is sharded over the ranks of `mesh`, maybe over those of tensor
+    parallelism too, and may be replicated over others (HSDP, in which each replica does the same).
+    The state stays sharded, in the optimizer. What needs no exchange that updates itself: groups
+    with `use_muon=False`, and what shards have whole matrices of (experts, heads of `head_dim`).
     """
 
     runs: BucketRuns
-    """The runs of `programs`, the first ones: to owners, and then to shards."""
+    """The runs of `programs`: to owners, and then to shards."""
 
     def __init__(
         self,
@@ -178,17 +255,24 @@ class ShardPipeline:
         overlap: bool,
     ) -> None:
         self._optimizer, self._overlap = optimizer, overlap
-        self._ranks, self._rank = mesh.size(), mesh.get_local_rank()
         sharded = _sharded(optimizer, params, mesh)
+        grid = ShardGrid.of(sharded.values())
+        self.ranks = [*grid.places]
+        """All that exchange shards, in the order of their group."""
+        self._ranks, self._rank = len(self.ranks), self.ranks.index(dist.get_rank())
         self._names = [*sharded]
+        blocks = [grid.blocks(name, param) for name, param in sharded.items()]
         self._exchanges = exchanges_of(
-            [_item(optimizer, name, p, self._ranks) for name, p in sharded.items()],
+            [
+                _item(optimizer, name, param, max(map(numel_of, each)))
+                for (name, param), each in zip(sharded.items(), blocks, strict=True)
+            ],
             self._ranks,
             bucket_bytes,
         )
         buffers = self._buffers(local(next(iter(sharded.values()))).device)
         self._buckets = [
-            self._placed(exchange, *pair, [*sharded.values()])
+            self._placed(exchange, *pair, [*zip(sharded.values(), blocks, strict=True)])
             for exchange, pair in zip(self._exchanges, buffers, strict=True)
         ]
         self.programs: list[tuple[Write, Tensor, Tensor]] = [
@@ -210,19 +294,24 @@ class ShardPipeline:
         return [*zip(*pairs, strict=True)]
 
     def _placed(
-        self, exchange: ShardExchange, shards: Tensor, owned: Tensor, params: Sequence[DTensor]
+        self,
+        exchange: ShardExchange,
+        shards: Tensor,
+        owned: Tensor,
+        matrices: Sequence[tuple[DTensor, Sequence[Block]]],
     ) -> list[ShardedMatrix]:
         plan, own = exchange.plan, exchange.parts[self._rank]
         low, high = plan.bounds[self._rank : self._rank + 2]
-        placed: list[ShardedMatrix] = []
+        held, placed = owned.view(self._ranks, own), list[ShardedMatrix]()
         for number, start in zip(plan.items, plan.starts, strict=True):
-            param, shard = params[number], local(params[number])
-            padded, whole = -(-param.shape[0] // self._ranks), None
-            if low <= start < high:
-                size = padded * param.shape[1]
-                whole = owned.view(self._ranks, own)[:, start - low : start - low + size]
-            place = shards[start : start + shard.numel()].view(shard.shape)
-            placed.append(ShardedMatrix(param, padded * self._rank, place, whole))
+            param, blocks = matrices[number]
+            parts: defaultdict[Block, list[Tensor]] = defaultdict(list)
+            for block, of_rank in zip(blocks, held, strict=True) if low <= start < high else ():
+                parts[block].append(_shaped(of_rank[start - low :], block))
+            mine = blocks[self._rank]
+            place = _shaped(shards[start:], mine)
+            assert place.shape == local(param).shape
+            placed.append(ShardedMatrix(param, mine[0][0], place, parts))
         return placed
 
     def step(self, _: object = None) -> None:
@@ -295,20 +384,19 @@ class ShardPipeline:
     def _orthogonalize(self, index: int, ready: Sequence[ShardedMatrix], groups: Groups) -> None:
         """Newton-Schulz of what this rank owns of a bucket, whose shards then go back."""
         self._wait(index)
-        for alike in _by_group([matrix for matrix in ready if matrix.whole is not None], groups):
+        for alike in _by_group([matrix for matrix in ready if matrix.parts], groups):
             group = groups[alike[0].param]
-            copies = [_whole(matrix) for matrix in alike]
+            copies = [matrix.gathered() for matrix in alike]
             found: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
-            for matrix, copy in zip(alike, copies, strict=True):
-                for part in matrices(copy[: matrix.param.shape[0]], group):
+            for copy in copies:
+                for part in matrices(copy, group):
                     found[part.shape].append(part)
             for parts in found.values():
                 for few in batches(parts, group["batched"]):
                     made = orthogonal(parts[few], group)
                     foreach_copy_(parts[few], [made] if made.ndim == 2 else [*made])
             for matrix, copy in zip(alike, copies, strict=True):
-                assert matrix.whole is not None
-                matrix.whole.copy_(copy.view(matrix.whole.shape))
+                matrix.spread(copy)
         self._start(len(self._buckets) + index)
 
     def _subtract(self, index: int, ready: Sequence[ShardedMatrix], groups: Groups) -> None:
@@ -337,11 +425,19 @@ class ShardPipeline:
             ) from error
 
 
-def _whole(matrix: ShardedMatrix) -> Tensor:
-    """A copy of a matrix that this rank owns, with the rows that pad the last shards."""
-    assert matrix.whole is not None
-    columns = matrix.param.shape[1]
-    return matrix.whole.clone(memory_format=torch.contiguous_format).view(-1, columns)
+def numel_of(block: Block) -> int:
+    """Elements of a block."""
+    return math.prod(end - begin for begin, end in block)
+
+
+def _shaped(flat: Tensor, block: Block) -> Tensor:
+    """The first elements of a buffer as a block."""
+    return flat[: numel_of(block)].view([end - begin for begin, end in block])
+
+
+def _at(whole: Tensor, block: Block) -> Tensor:
+    """A block of a matrix."""
+    return whole[tuple(slice(*bounds) for bounds in block)]
 
 
 def _sharded(
@@ -367,13 +463,10 @@ def _sharded(
             )
         if in_whole_matrices(param, group):
             continue
-        kinds = [type(placement) for placement in param.placements]
-        one = kinds.count(Shard) == 1 and kinds.count(Replicate) == len(kinds) - 1
-        if param.ndim > 2 or not one or not any(p.is_shard(0) for p in param.placements):
+        if param.ndim > 2:
             raise UnsupportedError(
-                f"{name} of shape {tuple(param.shape)} has the placements {param.placements}: only "
-                "matrices that are sharded by rows over one dimension of the mesh, and replicated "
-                "over the others, are exchanged. Give it a Muon of its own"
+                f"{name} of shape {tuple(param.shape)} has the placements {param.placements}: of "
+                "stacks of matrices each shard must hold whole ones. Give it a Muon of its own"
             )
         if not lies_over(param, mesh):
             raise UnsupportedError(
@@ -382,18 +475,18 @@ def _sharded(
             )
         found[name] = param
     if not found:
-        raise OptimizerError("no matrix is sharded by rows: the optimizer does all by itself")
+        raise OptimizerError("no matrix is sharded: the optimizer does all by itself")
     return found
 
 
-def _item(optimizer: Optimizer, name: str, param: DTensor, ranks: int) -> ParameterCost:
+def _item(optimizer: Optimizer, name: str, param: DTensor, numel: int) -> ParameterCost:
     """Cost of a matrix, for the plan: its elements are those of a padded shard."""
     rows, columns = param.shape
     if isinstance(optimizer, Muon):
         cost = optimizer.update_cost(param)
     else:
         cost = float(min(rows, columns) * rows * columns)
-    return ParameterCost(name, -(-rows // ranks) * columns, "bf16", 2, cost)
+    return ParameterCost(name, numel, "bf16", 2, cost)
 
 
 def _by_group(each: Sequence[ShardedMatrix], groups: Groups) -> list[list[ShardedMatrix]]:

@@ -255,13 +255,18 @@ def other_shards(
     return found
 
 
+def lines_of(param: DTensor) -> dict[int, tuple[int, ...]]:
+    """The dimensions of its mesh that shard it, each with the ranks that differ in that alone."""
+    return {
+        axis: tuple(_ranks_of(group_of_mesh(param.device_mesh, axis)))
+        for axis, placement in enumerate(param.placements)
+        if not placement.is_replicate()
+    }
+
+
 def _shard_groups(param: DTensor) -> list[dist.ProcessGroup]:
     """Groups whose ranks hold different parts, one for each dimension that shards."""
-    return [
-        group_of_mesh(param.device_mesh, axis)
-        for axis, placement in enumerate(param.placements)
-        if not placement.is_replicate()  # _StridedShard is no Shard
-    ]
+    return [group_of_mesh(param.device_mesh, axis) for axis in lines_of(param)]
 
 
 def _ranks_of(group: dist.ProcessGroup) -> list[int]:

@@ -1,0 +1,16 @@
+"""What a user sees of compiled models on GPUs: timelines of blocks that are compiled in place."""
+
+from __future__ import annotations
+
+import pytest
+from tests.frontend.test_insight import blocks_in_place
+from tests.gpu.cases import transport
+from tests.support.pool import Ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
+
+
+def test_timelines_of_blocks_compiled_in_place(gpus: Ranks) -> None:
+    """If this fails, its message has what each graph is of, and what was recorded of it."""
+    for seconds, known in gpus.run(blocks_in_place, "cuda", transport(), 256, timeout_s=180):
+        assert min(seconds, default=0) > 0, known
