@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from typing import Any
 
 import pytest
 import torch
 
+from interlace.errors import InterlaceError
 from interlace.frontend import Imported, binding
+from interlace.frontend.backend import Compilation
+from interlace.frontend.compiled_graph import Setting
 from interlace.ir import parse
 from interlace.options import Options
 
@@ -76,3 +80,21 @@ def test_what_is_on_the_cpu_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> 
     assert not executor.given["options"].graph
     assert executor.given["host"] == {"s"}
     assert "not captured in CUDA graphs: s is on the CPU" in remarks(executor)
+
+
+def test_nothing_collects_garbage_while_graphs_are_traced_and_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Collections would look through torch's graphs, again and again; an error ends that time."""
+    collects: list[bool] = []
+    monkeypatch.setattr(Recorded, "prepare", lambda _: collects.append(gc.isenabled()))
+    bound(monkeypatch, Options())
+
+    def trace(_: object) -> Any:
+        collects.append(gc.isenabled())
+        raise InterlaceError("no graph")
+
+    with pytest.raises(InterlaceError, match="no graph"):
+        Compilation(Setting(Options())).run(trace, [], "a graph")
+    assert collects == [False, False]
+    assert gc.isenabled()

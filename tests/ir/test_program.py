@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
 import random
 
 import pytest
@@ -10,6 +13,7 @@ from tests.fuzzing.draw import well_formed
 from interlace.errors import ProgramError, TeamError
 from interlace.ir import (
     KINDS,
+    Copy,
     DType,
     Op,
     Program,
@@ -169,3 +173,15 @@ def test_comments_and_docstrings_are_for_readers() -> None:
     text = '"""A file."""\n# a comment\ndef f(x: f32[4]):\n    """Why."""\n    main: host_sync()\n'
     (program,) = parse_set(text)
     assert len(program.ops) == 1
+
+
+def test_an_op_answers_once_and_a_changed_one_anew() -> None:
+    op, unasked = (Copy(src=View("x"), dst=View("y")) for _ in range(2))
+    assert op.reads() is op.reads()
+    assert op.writes() is op.writes()
+    assert (op, hash(op), repr(op)) == (unasked, hash(unasked), repr(unasked))
+    other = dataclasses.replace(op, src=View("z"))
+    assert [access.view.buffer for access in other.reads()] == ["z"]
+    for twin in (copy.copy(op), pickle.loads(pickle.dumps(op))):
+        assert twin == op
+        assert twin.reads() == op.reads()

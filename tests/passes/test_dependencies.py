@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import random
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
 
 import pytest
 from benchmarks.passes import chain
 from tests.support.line_count import per_op
 
 from interlace.errors import ProgramError
-from interlace.ir import Buffer, Copy, DType, Program, RankIndex, Table, Team, View, parse
+from interlace.ir import Alloc, Buffer, Copy, DType, Program, RankIndex, Table, Team, View, parse
 from interlace.options import Options
 from interlace.passes import lower
 from interlace.passes.dependencies import Before, dependencies
@@ -226,3 +229,75 @@ def test_who_takes_bytes_over_waits_for_who_held_them() -> None:
     assert beside[6] == (2,)
     listed = before(head.format(16) + uses, listed=True)
     assert listed[4] == (1,), "no stream waits for its own memory, but it is listed first"
+
+
+def by_parts(layers: int) -> Program:
+    """Equal layers whose buffers have the same bytes, written in parts that each rank has others
+    of: no single write covers what was there."""
+    lines = ["def layers(tp: Team[2], x: f32[2, 4], y: f32[4, 4]):"]
+    for i in range(layers):
+        lines += [
+            f'    b{i} = alloc(f32[4, 4], storage="s", offset={16 * (i % 2)})',
+            f"    main: copy(x, b{i}[tp.rank])",
+            f"    comm: copy(x, b{i}[tp.rank + 1])",
+            f"    main: copy(b{i}, y)",
+        ]
+    return parse("\n".join(lines))
+
+
+def test_equal_layers_in_shared_bytes_take_no_more_for_each_op() -> None:
+    def work(layers: int) -> tuple[int, Callable[[], object]]:
+        program = by_parts(layers)
+        return len(program.ops), lambda: dependencies(program)
+
+    assert per_op(work, 30) < 300
+
+
+def test_equal_layers_in_shared_bytes_have_no_more_edges_each() -> None:
+    one, other = (sum(map(len, dependencies(by_parts(count)))) for count in (20, 40))
+    assert other < 2.2 * one
+
+
+def reached(edges: Sequence[Iterable[int]]) -> list[set[int]]:
+    """All ops that come before each, by chains of edges."""
+    found: list[set[int]] = []
+    for earlier in edges:
+        found.append(set().union(*({i} | found[i] for i in earlier)))
+    return found
+
+
+@pytest.mark.parametrize("draw", range(40))
+def test_chains_order_all_that_shares_bytes(draw: int, seed: int) -> None:
+    """Edges that others imply are left out, and no others: the chains are those of the edges
+    between all pairs of accesses."""
+    rng = random.Random(f"{seed} {draw}")
+    starts = {f"b{i}": rng.randrange(5) for i in range(4)}
+    lines = [
+        f'    b{i} = alloc(f32[4, 4], storage="s", offset={16 * starts[f"b{i}"]})' for i in range(4)
+    ]
+    touched: list[tuple[str, bool, int, int]] = []
+    for i in range(16):
+        name, write = rng.choice([*starts]), rng.random() < 0.7
+        low, high = sorted(rng.sample(range(5), 2))
+        part, rows = f"[{low}:{high}]", high - low
+        if rng.random() < 0.4:
+            part, rows, low, high = rng.choice(("[tp.rank]", "[tp.rank + 1]")), 2, 0, 4
+        lines.append(f"    z{i} = alloc(f32[{rows}, 4])")
+        given, to = f"{name}{part}", f"z{i}"
+        ends = f"x[0:{rows}], {given}" if write else f"{given}, {to}"
+        lines.append(f"    {rng.choice(('main', 'comm'))}: copy({ends})")
+        touched.append((name, write, starts[name] + low, starts[name] + high))
+    program = parse("\n".join(["def p(tp: Team[2], x: f32[4, 4]):", *lines]))
+    at = [i for i, op in enumerate(program.ops) if isinstance(op, Copy)]
+    apart = tuple(
+        dataclasses.replace(op, buffer=dataclasses.replace(op.buffer, storage=None, offset=0))
+        if isinstance(op, Alloc)
+        else op
+        for op in program.ops
+    )
+    edges = [{*earlier} for earlier in dependencies(program.replace(ops=apart), listed=False)]
+    pairs = combinations(zip(at, touched, strict=True), 2)
+    for (one, (name, writes, start, stop)), (two, (other, rewrites, low, high)) in pairs:
+        if name != other and (writes or rewrites) and start < high and low < stop:
+            edges[two].add(one)
+    assert reached(dependencies(program, listed=False)) == reached(edges), str(program)

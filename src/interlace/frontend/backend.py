@@ -39,6 +39,7 @@ from interlace.frontend.importing.grouped import equal_groups
 from interlace.frontend.importing.nodes import is_state, label
 from interlace.frontend.importing.types import device_of
 from interlace.frontend.partition import Partition
+from interlace.ir.program import no_collections
 from interlace.options import Options
 from interlace.runtime.machine import shared_machine
 from interlace.torch_private import FakeTensorMode, TracingContext, tracing
@@ -79,6 +80,7 @@ class Compilation:
             "keep_inference_input_mutations": True,
         }
 
+    @no_collections()  # torch's graphs are millions of objects, in use until the end
     def run(
         self,
         trace: Callable[[Sequence[object]], Callable[..., Sequence[object]]],

@@ -35,6 +35,7 @@ from interlace.errors import AgreementError, InterlaceError, SoundnessError
 from interlace.frontend.calling.arguments import Imported, Opaque
 from interlace.frontend.schedules import path_of, scheduled, texts_by_graph, unsound
 from interlace.ir import Program, Remark, parse, print_program
+from interlace.ir.program import no_collections
 from interlace.ir.validate import others
 from interlace.options import Options
 from interlace.passes import lower
@@ -148,6 +149,7 @@ class Bound:
         return [*map([*results, *others].__getitem__, imported.places)]
 
 
+@no_collections()
 def bind(
     kind: str,
     imported: Imported,

@@ -413,6 +413,7 @@ def split(fn: str) -> tuple[str, str, str] | None:
     return None if match is None else (match[1], match[2], match[3] or "default")
 
 
+@lru_cache(4096)
 def refusal(fn: str) -> str | None:
     """Why a Call may not name this; None if it may."""
     if fn in FUNCTIONS:

@@ -12,9 +12,10 @@ these and its stream, so a new op needs nothing from them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from functools import cache, lru_cache
-from typing import ClassVar, Literal
+from functools import cache, wraps
+from typing import ClassVar, Literal, TypeVar
 
 from interlace.ir.operators import NOTHING, Facts, facts_of
 from interlace.ir.sizes import Size
@@ -107,14 +108,38 @@ class Ordering:
         return bool(self.meets or self.messages or self.raises or self.expects)
 
 
-ordered = lru_cache(4096)(Ordering)
-"""An Ordering, made once for all ops that are alike."""
 UNORDERED = Ordering()
 """The ordering of most ops: they follow their stream, and nothing else."""
 
 
+class _Answers:
+    """Place for what an op has answered: a pass asks each of thousands of ops again and again."""
+
+    __slots__ = ("_ordering", "_reads", "_writes")
+
+
+Asked = TypeVar("Asked", bound=_Answers)
+Answer = TypeVar("Answer")
+
+
+def once(method: Callable[[Asked], Answer]) -> Callable[[Asked], Answer]:
+    """The method, which works its answer out once for each op."""
+    place = f"_{method.__name__}"
+
+    @wraps(method)
+    def answer(op: Asked) -> Answer:
+        try:
+            return getattr(op, place)
+        except AttributeError:
+            found = method(op)
+            object.__setattr__(op, place, found)
+            return found
+
+    return answer
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Op:
+class Op(_Answers):
     """Base of all ops: the stream it runs on, the site it serves and where it comes from."""
 
     one_sided: ClassVar[bool] = False
@@ -123,10 +148,12 @@ class Op:
     site: int | None = field(default=None, metadata=COMMON)
     loc: Loc = field(default=Loc(), compare=False, metadata=COMMON)
 
+    @once
     def reads(self) -> tuple[Access, ...]:
         """The views that the op reads: its fields of that role, and what its members read."""
         return _accesses(self, "read")
 
+    @once
     def writes(self) -> tuple[Access, ...]:
         """The views that the op writes."""
         return _accesses(self, "write")
@@ -224,6 +251,7 @@ class Call(Op):
         found = views_in(tuple(self.facts.written(self.args, self.kwargs)))
         return (*found, *self.outs) if self.mutates else found
 
+    @once
     def reads(self) -> tuple[Access, ...]:
         facts, found = self.facts, tuple(map(Access, self.views()))
         if facts.shape_only:
@@ -231,6 +259,7 @@ class Call(Op):
             found = (*(Access(view, contents=False) for view in first), *found[len(first) :])
         return (*found, Access(RNG)) if self.rng or (facts.draws and self.draws) else found
 
+    @once
     def writes(self) -> tuple[Access, ...]:
         facts = self.facts
         made = (*self.outs, *[View(buffer.name) for buffer in self.fresh])
@@ -270,8 +299,9 @@ class Alloc(Op):
     def declares(self) -> tuple[Buffer, ...]:
         return (self.buffer,)
 
+    @once
     def ordering(self) -> Ordering:
-        return ordered(takes=self.buffer)
+        return Ordering(takes=self.buffer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,8 +313,9 @@ class Free(Op):
 
     buffer: str = field(metadata=NAME)
 
+    @once
     def ordering(self) -> Ordering:
-        return ordered(frees=self.buffer)
+        return Ordering(frees=self.buffer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,8 +324,9 @@ class Record(Op):
 
     event: str = field(metadata=NAME)
 
+    @once
     def ordering(self) -> Ordering:
-        return ordered(records=self.event)
+        return Ordering(records=self.event)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,16 +335,18 @@ class Wait(Op):
 
     event: str = field(metadata=NAME)
 
+    @once
     def ordering(self) -> Ordering:
-        return ordered(waits=self.event)
+        return Ordering(waits=self.event)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSync(Op):
     """The host waits for the stream before it issues anything more."""
 
+    @once
     def ordering(self) -> Ordering:
-        return ordered(holds_host=True)
+        return Ordering(holds_host=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,8 +403,9 @@ class Collective(Op):
     team: str = field(metadata=TEAM)
     backend: str | None = None
 
+    @once
     def ordering(self) -> Ordering:
-        return ordered(meets=(self.team, self.backend))
+        return Ordering(meets=(self.team, self.backend))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -385,8 +420,9 @@ class Send(Op):
     team: str = field(metadata=TEAM)
     backend: str | None = None
 
+    @once
     def ordering(self) -> Ordering:
-        return ordered(messages=(MessageEnd(self.team, self.peer, True, self.backend),))
+        return Ordering(messages=(MessageEnd(self.team, self.peer, True, self.backend),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -398,8 +434,9 @@ class Recv(Op):
     team: str = field(metadata=TEAM)
     backend: str | None = None
 
+    @once
     def ordering(self) -> Ordering:
-        return ordered(messages=(MessageEnd(self.team, self.peer, False, self.backend),))
+        return Ordering(messages=(MessageEnd(self.team, self.peer, False, self.backend),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,8 +455,9 @@ class Group(Op):
     def transfers(self) -> tuple[Send | Recv, ...]:
         return self.ops
 
+    @once
     def ordering(self) -> Ordering:
-        return ordered(messages=tuple(end for op in self.ops for end in op.ordering().messages))
+        return Ordering(messages=tuple(end for op in self.ops for end in op.ordering().messages))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -448,6 +486,7 @@ class Get(Op):
         """Where the bytes go on this rank."""
         return self.dst if self.dst is not None else self.src
 
+    @once
     def writes(self) -> tuple[Access, ...]:
         return (Access(self.target),)
 
@@ -466,8 +505,9 @@ class Notify(Op):
     team: str = field(metadata=TEAM)
     value: int = 1
 
+    @once
     def ordering(self) -> Ordering:
-        return ordered(raises=SignalLevel(self.signal, self.team, self.peer, self.value))
+        return Ordering(raises=SignalLevel(self.signal, self.team, self.peer, self.value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -479,8 +519,9 @@ class Expect(Op):
     team: str = field(metadata=TEAM)
     value: int = 1
 
+    @once
     def ordering(self) -> Ordering:
-        return ordered(expects=SignalLevel(self.signal, self.team, self.peer, self.value))
+        return Ordering(expects=SignalLevel(self.signal, self.team, self.peer, self.value))
 
 
 FusedMember = Call | Wait | Expect | Record | Notify

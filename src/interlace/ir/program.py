@@ -371,8 +371,10 @@ def _mapped(value: Any, change: Callable[[object], object]) -> Any:
         items = cast("tuple[object, ...]", value)
         parts = tuple([_mapped(item, change) for item in items])
         return items if all(map(operator.is_, parts, items)) else parts
-    if not isinstance(value, Op) and (new := change(value)) is not value:
-        return new
+    if not isinstance(value, Op):
+        new = change(value)
+        if new is not value or (isinstance(value, View) and not value.steps):
+            return new
     before = [*map(value.__getattribute__, names)]
     after = [_mapped(each, change) for each in before]
     if all(map(operator.is_, before, after)):

@@ -168,28 +168,51 @@ class _Held:
     stop: int
 
 
+class _Storage:
+    """Accesses of a storage that several buffers share.
+
+    One that a later write of another buffer spans counts for that buffer alone: all others that
+    follow it follow the write. Else each access would be compared with all that came before.
+    """
+
+    def __init__(self) -> None:
+        self.held: list[_Held] = []
+        self.spanned: defaultdict[str, list[_Held]] = defaultdict(list)
+        """Accesses by the buffer that a write spans them with."""
+
+    def add(self, new: _Held) -> None:
+        """Adds an access, which has been compared with the others."""
+        if new.write:
+            before, self.held = self.held, []
+            for other in before:
+                inside = new.start <= other.start and other.stop <= new.stop
+                spanned = inside and other.name != new.name
+                if other.start < other.stop:
+                    (self.spanned[new.name] if spanned else self.held).append(other)
+        self.held.append(new)
+
+
 def _storage_edges(overlaps: Overlaps, touched: Touched, edges: Edges) -> None:
     """An access follows those of other buffers that lie in its bytes, if one of both writes."""
     shared = {n: b for n, b in overlaps.buffers.items() if b.kind == "local" and b.storage}
-    held: defaultdict[str | None, list[_Held]] = defaultdict(list)
+    storages: defaultdict[str | None, _Storage] = defaultdict(_Storage)
     for index, (reads, writes) in enumerate(touched if shared else ()):
         for write, accesses in ((False, reads), (True, writes)):
             for access in accesses:
                 buffer = shared.get(access.view.buffer)
                 if buffer is None:
                     continue
-                extent, others = overlaps.extent(access.view), held[buffer.storage]
+                extent, storage = overlaps.extent(access.view), storages[buffer.storage]
                 start, stop = least(extent.start), greatest(extent.stop)
                 start, stop = buffer.offset + start, buffer.offset + stop
                 inner = greatest(extent.full_start), least(extent.full_stop)
-                for other in others:
+                for other in (*storage.held, *storage.spanned[buffer.name]):
                     meets = other.start < stop and start < other.stop
                     if meets and other.name != buffer.name and (write or other.write):
                         edges[index].add(other.index)
                         if write:
                             _take_over(other, *(buffer.offset + end for end in inner))
-                others[:] = [other for other in others if other.start < other.stop]
-                others.append(_Held(index, buffer.name, write, start, stop))
+                storage.add(_Held(index, buffer.name, write, start, stop))
         edges[index].discard(index)
 
 

@@ -55,6 +55,10 @@ class RunSizes:
     def follow_box(self, box: Box, tell: Callable[..., object], *more: Int) -> None:
         """The same for a box, whose numbers are its offset, sizes and strides; `more` are told
         behind it."""
+        numbers = *more, box.offset, *box.sizes, *box.strides
+        if not any(isinstance(number, Size) for number in numbers):
+            tell(box, *more)
+            return
         ndim, count = len(box.sizes), len(more)
 
         def told(numbers: tuple[int, ...]) -> None:
@@ -62,7 +66,7 @@ class RunSizes:
             sizes, strides = here[1 : ndim + 1], here[ndim + 1 :]
             tell(Box(here[0], sizes, strides, box.dtype), *numbers[:count])
 
-        self.follow((*more, box.offset, *box.sizes, *box.strides), told)
+        self.follow(numbers, told)
 
     def turn(self, at: Sequence[int]) -> None:
         """Tells all who follow the numbers for these values of the named sizes; after an error,

@@ -14,7 +14,6 @@ import keyword
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from interlace.errors import nearest
 from interlace.ir.ops import Scalar
@@ -137,7 +136,7 @@ def excerpt(
     return "\n".join(shown)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class TextBlock:
     """Items between an opening and a closing text, such as a call with its arguments."""
 
@@ -146,12 +145,15 @@ class TextBlock:
     tail: str
     lone_comma: bool = False
     """A comma after a single item, as Python writes a tuple of one."""
+    _flat: str | None = None
 
-    @cached_property
+    @property
     def flat(self) -> str:
         """All on one line."""
-        comma = "," if self.lone_comma and len(self.items) == 1 else ""
-        return f"{self.head}{', '.join(map(flat, self.items))}{comma}{self.tail}"
+        if self._flat is None:
+            comma = "," if self.lone_comma and len(self.items) == 1 else ""
+            self._flat = f"{self.head}{', '.join(map(flat, self.items))}{comma}{self.tail}"
+        return self._flat
 
     def after(self, prefix: str) -> TextBlock:
         """The same after some text."""

@@ -51,6 +51,7 @@ def effects_by(schema: Any, tags: Collection[str]) -> Facts:
     )
 
 
+@lru_cache(4096)
 def may_share(fn: object) -> bool:
     """True if a result may share memory with an argument or another result.
 
