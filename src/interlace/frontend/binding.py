@@ -38,6 +38,7 @@ from interlace.frontend.calling.arguments import Imported, Opaque
 from interlace.frontend.schedules import path_of, scheduled, texts_by_graph, unsound
 from interlace.frontend.store import Entry, Key, Store, shared
 from interlace.ir import Program, Remark, parse, print_program
+from interlace.ir.program import no_collections
 from interlace.ir.validate import others
 from interlace.options import Options
 from interlace.passes import lower
@@ -50,13 +51,13 @@ from interlace.runtime.hosts import on_hosts
 from interlace.runtime.machine import machine_for
 from interlace.runtime.prepare.agreement import (
     Agreement,
+    Digests,
     digest,
     essence,
     for_ranks,
     gather,
     program_rank,
     ranks_of,
-    skeleton,
     texts_of,
 )
 from interlace.verify import Report, check
@@ -159,6 +160,7 @@ class Bound:
         return [*map([*results, *others].__getitem__, imported.places)]
 
 
+@no_collections()
 def bind(
     kind: str,
     imported: Imported,
@@ -178,7 +180,7 @@ def bind(
     machine = _attempted(machine_for, options, kind_of_device)
     written = _attempted(scheduled, kind, graph, groups, options)
     store = None if written or isinstance(machine, InterlaceError) else Store.of(options)
-    key = Key.of(graph, options, machine, kind_of_device) if store else None
+    key = Key.of(graph, options, machine, kind_of_device, groups) if store else None
     own = store.find(key) if store and key else None
     stages.end("cache")
     agreed = agree_on_facts(graph, groups, options, machine, written, layer, key, own)
@@ -220,7 +222,8 @@ def bind(
     assert agreement is not None
     stages.part("binding", "proof", agreement.proof_s)
     if store and key and not agreed.texts and (kept is not own or kept is None):
-        store.keep(key, Entry.of(key, program, agreement) if kept is None else kept)
+        entry = Entry.of(key, agreed.serial, program, agreement) if kept is None else kept
+        store.keep(key, entry)
         stages.end("cache")
     seconds, is_kept = stages.seconds, kept is not None
     return Bound(kind, imported, executor, agreed.machine, seconds=seconds, is_kept=is_kept)
@@ -311,6 +314,8 @@ class AgreedFacts:
     """Facts that all ranks of a graph's teams share before they lower it."""
 
     machine: Machine
+    serial: Digests
+    """Those of this rank's graph."""
     texts: Mapping[str, str]
     """The graphs of all ranks by digest, where they differ;"""
     ranks: Mapping[str, tuple[int, ...]]
@@ -337,15 +342,15 @@ def agree_on_facts(
     limit = limit_s(options.timeout_s, groups.values())
     teams = {team_of(group, name, limit) for name, group in groups.items()}
     if not teams:
-        return AgreedFacts(_checked(machine), {}, {}, _checked(written), own)
-    rank, plain = program_rank(graph, groups), essence(graph)
-    text = print_program(plain)
+        serial = own.serial if own else Digests.of(graph)
+        return AgreedFacts(_checked(machine), serial, {}, {}, _checked(written), own)
+    rank, serial = program_rank(graph, groups), own.serial if own else Digests.of(graph)
     note: Note = {
         "step": STEP,
         "rank": rank,
         "name": graph.name,
-        "hash": digest(text),
-        "skeleton": digest(print_program(skeleton(plain))),
+        "hash": serial.text,
+        "skeleton": serial.skeleton,
         "arguments": dict(layer or {}),
         "options": _compared(options),
         "inputs": {} if graph.name == "backward" else _inputs(graph),
@@ -374,10 +379,11 @@ def agree_on_facts(
     machine = machine.replace(kernels=kernels, packed_kernels=packed)
     board, me = ordered[0].board, ordered[0].rank
     if len({entry["skeleton"] for entry in entries.values()}) == 1:
-        return AgreedFacts(machine, {}, {}, written, shared(entries, own, board, me, limit))
-    texts = texts_of(board, entries, me, text, limit)
+        kept = shared(entries, own, board, me, limit)
+        return AgreedFacts(machine, serial, {}, {}, written, kept)
+    texts = texts_of(board, entries, me, print_program(essence(graph)), limit)
     ranks = {key: ranks_of(entries, key) for key in sorted(texts)}
-    return AgreedFacts(machine, texts, ranks, written)
+    return AgreedFacts(machine, serial, texts, ranks, written)
 
 
 def _checked(fact: Fact | InterlaceError) -> Fact:

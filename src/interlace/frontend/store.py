@@ -27,13 +27,14 @@ import importlib.metadata
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 import interlace
 from interlace.comm.rendezvous.board import Board, Note
@@ -42,7 +43,8 @@ from interlace.errors import AgreementError, InterlaceError
 from interlace.ir import Program, parse, print_program
 from interlace.options import Options
 from interlace.runtime.machine import gpus_of
-from interlace.runtime.prepare.agreement import Agreement, Proof, digest, text_topic
+from interlace.runtime.prepare.agreement import Agreement, Digests, Proof, digest, text_topic
+from interlace.torch_private import backends_of
 from interlace.torch_private.caches import (
     CacheArtifact,
     CacheArtifactFactory,
@@ -97,14 +99,23 @@ class Key:
     facts: Mapping[str, str]
 
     @classmethod
-    def of(cls, graph: Program, options: Options, machine: Machine, device: str) -> Key:
+    def of(
+        cls,
+        graph: Program,
+        options: Options,
+        machine: Machine,
+        device: str,
+        groups: Mapping[str, ProcessGroup],
+    ) -> Key:
         """The key of a serial Program that is lowered with these options for this machine."""
+        there = {name: [b.name() for b in backends_of(group)] for name, group in groups.items()}
         named = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in APART}
         facts = {
             "graph": digest(print_program(graph)),
             **{f"option {name}": str(value) for name, value in named.items()},
             "calibration": machine_fact(machine),
             "device": gpus_of(device) or device,
+            "backends": _json({name: sorted(set(names)) for name, names in there.items()}),
             **versions(),
         }
         return cls(graph.name, facts)
@@ -127,21 +138,24 @@ class Entry:
     text: str
     """The entry as a file has it."""
     facts: Mapping[str, str]
+    serial: Digests
+    """Those of the graph."""
     program: Program
     proof: Proof | None
     """The proof of what ran; None where it has remarks, which are not kept."""
 
     @classmethod
-    def of(cls, key: Key, program: Program, agreement: Agreement) -> Entry:
+    def of(cls, key: Key, serial: Digests, program: Program, agreement: Agreement) -> Entry:
         """The entry of a Program that ranks agreed on and proved."""
         content = {
             "format": FORMAT,
             "facts": dict(key.facts),
+            "serial": asdict(serial),
             "program": print_program(program),
             "proof": _told(program, agreement.proof),
         }
         text = _json({"content": content, "digest": digest(_json(content))})
-        return cls(text, key.facts, program, agreement.proof)
+        return cls(text, key.facts, serial, program, agreement.proof)
 
     @classmethod
     def read(cls, text: str) -> Entry:
@@ -154,7 +168,8 @@ class Entry:
             if content["format"] != FORMAT:
                 raise ValueError(f"its format is {content['format']}, not {FORMAT}")
             facts = {str(name): str(value) for name, value in content["facts"].items()}
-            return cls(text, facts, parse(content["program"]), _proof_of(content["proof"]))
+            serial, program = Digests(**content["serial"]), parse(content["program"])
+            return cls(text, facts, serial, program, _proof_of(content["proof"]))
         except (LookupError, TypeError, AttributeError, RecursionError, InterlaceError) as error:
             raise ValueError(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
 
@@ -268,7 +283,7 @@ def _told(program: Program, proof: Proof) -> dict[str, Any] | None:
         return None
     head = Program(name="sizes", teams=program.teams, sizes=report.sizes, ranks=program.ranks)
     return {
-        "of": proof.of,
+        "of": asdict(proof.of),
         "num_ops": report.num_ops,
         "num_ranks": report.num_ranks,
         "seconds": report.seconds,
@@ -293,7 +308,7 @@ def _proof_of(told: dict[str, Any] | None) -> Proof | None:
         and Symmetry(*(tuple(told["symmetry"][name]) for name in ("visited", "folded"))),
         **({"sizes": parse(told["sizes"]).sizes} if told["sizes"] else {}),
     )
-    return Proof(told["of"], report)
+    return Proof(Digests(**told["of"]), report)
 
 
 def _json(value: object) -> str:

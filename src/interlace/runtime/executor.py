@@ -201,7 +201,7 @@ class Executor:
         self._lock: Any = threading.RLock()
         self.agreement: Agreement | None = None
         self.known_proof: Proof | None = None
-        """A proof that an earlier process made, which `prepare` takes if it is of the same text."""
+        """The proof of the Program that an earlier process made, if one did."""
         self._shared = TeamResources({}, {}, {})
         self._backends: list[tuple[str, str]] = []
         self.engine: Engine | None = None
@@ -237,7 +237,8 @@ class Executor:
             return self
         self._check_open()
         limit = self.limit_s
-        validate(self.program)
+        if self.known_proof is None:
+            validate(self.program)
         refuse_others(self.program, self._operators)
         members = self.program.where(self.rank).members
         for name in (team.name for team in self.program.teams if team.name in members):

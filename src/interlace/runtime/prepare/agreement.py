@@ -46,11 +46,25 @@ ALIKE = {"in_order": ("in order", "on its streams"), "graph": ("in CUDA graphs",
 
 
 @dataclass(frozen=True, slots=True)
+class Digests:
+    """Digests by which ranks compare their Programs."""
+
+    text: str
+    """Of the behavior: see `essence`."""
+    skeleton: str
+
+    @classmethod
+    def of(cls, program: Program) -> Digests:
+        """The digests of a Program."""
+        plain = essence(program)
+        return cls(*(digest(print_program(each)) for each in (plain, skeleton(plain))))
+
+
+@dataclass(frozen=True, slots=True)
 class Proof:
     """The verifier's report of one text."""
 
-    of: str
-    """Digest of the text that was proved."""
+    of: Digests
     report: Report
 
 
@@ -136,24 +150,23 @@ def agree_and_prove(
 ) -> Agreement:
     """Agrees with every rank that is joined to this one by teams, and proves what they run: with
     the option `in_order`, the twin that runs one op after another. `backends` has those that this
-    rank's Program needs, for each of the teams. A `known` proof of the same text is not repeated."""
+    rank's Program needs, for each of the teams. A `known` proof, of this text, is not repeated."""
     options = options or Options()
     in_order = options.in_order
-    plain = essence(program)
-    text = print_program(plain)
+    of = Digests.of(program) if known is None else known.of
     mine: Note = {
         "step": "prepare Program",
         "rank": rank,
         "name": program.name,
-        "hash": digest(text),
-        "skeleton": digest(print_program(skeleton(plain))),
+        "hash": of.text,
+        "skeleton": of.skeleton,
         "backends": {},
         **{name: getattr(options, name) for name in ALIKE},
     }
     if not teams:
         begun = time.perf_counter()
-        proof = _proof(program, mine["hash"], in_order, known)
-        return Agreement(int(mine["hash"][:16], 16), proof, proof_s=time.perf_counter() - begun)
+        proof = known or _proof(program, of, in_order)
+        return Agreement(int(of.text[:16], 16), proof, proof_s=time.perf_counter() - begun)
     for team, needs in zip(teams, backends or [()] * len(teams), strict=True):
         mine["backends"][team.key] = list(needs)
     board, me = teams[0].board, teams[0].rank
@@ -161,10 +174,11 @@ def agree_and_prove(
     _check_options(entries)
     begun, texts = time.perf_counter(), ()
     if len({entry["skeleton"] for entry in entries.values()}) > 1:
+        text = print_program(essence(program))
         report, texts = _verify_set(board, entries, me, text, timeout_s)
-        proof = Proof(mine["hash"], report)
+        proof = Proof(of, report)
     else:
-        proof = _proof(program, mine["hash"], in_order, known)
+        proof = known or _proof(program, of, in_order)
     proof_s = time.perf_counter() - begun
     parts = sorted((entry["rank"], entry["hash"]) for entry in entries.values())
     # With where it was prepared: two Executors of equal Programs must not take each other's data.
@@ -223,13 +237,10 @@ def numbers_of_ranks(team: TeamComm, number: int, what: str, timeout_s: float) -
     return tuple(entries[rank]["number"] for rank in team.ranks)
 
 
-def _proof(program: Program, text: str, in_order: bool, known: Proof | None) -> Proof:
-    """The proof of a Program, whose text has this digest."""
-    if known is not None and known.of == text and known.report.in_order == in_order:
-        return known
+def _proof(program: Program, of: Digests, in_order: bool) -> Proof:
     report = verdict(program, in_order)
     report.raise_if_unsound()
-    return Proof(text, report)
+    return Proof(of, report)
 
 
 def _check_options(entries: Mapping[int, Note]) -> None:
