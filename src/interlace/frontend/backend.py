@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -39,6 +40,7 @@ from interlace.frontend.importing.grouped import equal_groups
 from interlace.frontend.importing.nodes import is_state, label
 from interlace.frontend.importing.types import device_of
 from interlace.frontend.partition import Partition
+from interlace.frontend.portable import PortableCall, travels
 from interlace.options import Options
 from interlace.runtime.machine import shared_machine
 from interlace.torch_private import FakeTensorMode, TracingContext, tracing
@@ -205,12 +207,29 @@ class Backend:
         sources = list(map(source_name, places))
         guard_sizes(places)
         fix_numbers(places)
+        labels = tuple(label(source) if source else "" for source in sources)
+        state = frozenset(i for i, source in enumerate(sources) if source and is_state(source))
+        call = self.compiled_as(gm, example_inputs, options, labels, state)
+        if travels():
+            return PortableCall(gm, options, labels, state, torch.is_grad_enabled(), call)
+        return call
+
+    def compiled_as(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[object],
+        options: Options,
+        labels: tuple[str, ...],
+        state: frozenset[int],
+    ) -> Callable[..., object]:
+        """Returns the callable that runs one graph, whose arguments have these names, and these
+        positions where they are parameters and buffers."""
         origin = GraphOrigin.of(gm)
         setting = Setting(
             options,
             meshes_in(example_inputs),
-            tuple(label(source) if source else "" for source in sources),
-            frozenset(i for i, source in enumerate(sources) if source and is_state(source)),
+            labels,
+            state,
             device_of(example_inputs),
             origin=origin,
             places=self._places,
@@ -224,6 +243,10 @@ class Backend:
 
 backend = Backend()
 """Backend of `torch.compile(backend="interlace")`; see Note [Backward is compiled with forward]."""
+
+
+CACHING = "force_autograd_cache", "bundled_autograd_cache", "strict_autograd_cache"
+"""torch's settings, in `aot_compile`, that have AOTAutograd store what Inductor made."""
 
 
 @assume_constant_result
@@ -246,7 +269,9 @@ def compiling() -> Iterator[None]:
     tensor, on every device alike (`interlace.frontend.importing.normalise`).
     """
     settings = functorch_config.patch(
-        force_non_lazy_backward_lowering=True, graphsafe_rng_functionalization=False
+        force_non_lazy_backward_lowering=True,
+        graphsafe_rng_functionalization=False,
+        **{name: False for name in CACHING if hasattr(functorch_config, name)},
     )
     context = TracingContext.try_get()  # TorchDynamo's; `keep_saved` asks it
     own = TracingContext(FakeTensorMode()) if context is None else None

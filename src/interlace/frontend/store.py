@@ -42,7 +42,7 @@ from interlace.cost import Machine
 from interlace.errors import AgreementError, InterlaceError
 from interlace.ir import Program, parse, print_program
 from interlace.options import Options
-from interlace.runtime.machine import gpus_of
+from interlace.runtime.machine import gpus_of, machine_for
 from interlace.runtime.prepare.agreement import Agreement, Digests, Proof, digest, text_topic
 from interlace.torch_private import backends_of
 from interlace.torch_private.caches import (
@@ -161,17 +161,23 @@ class Entry:
     def read(cls, text: str) -> Entry:
         """The entry that a file holds; ValueError where it is none."""
         try:
-            whole = json.loads(text)
-            content = whole["content"]
-            if whole["digest"] != digest(_json(content)):
-                raise ValueError("its digest is another")
-            if content["format"] != FORMAT:
-                raise ValueError(f"its format is {content['format']}, not {FORMAT}")
+            content = content_of(text)
             facts = {str(name): str(value) for name, value in content["facts"].items()}
             serial, program = Digests(**content["serial"]), parse(content["program"])
             return cls(text, facts, serial, program, _proof_of(content["proof"]))
         except (LookupError, TypeError, AttributeError, RecursionError, InterlaceError) as error:
             raise ValueError(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
+
+
+def content_of(text: str) -> dict[str, Any]:
+    """The content of an entry, which is whole; ValueError where it is not."""
+    whole = json.loads(text)
+    if not isinstance(whole, dict) or whole.get("digest") != digest(_json(whole.get("content"))):
+        raise ValueError("it is damaged: its digest is another")
+    content: dict[str, Any] = whole["content"]
+    if content["format"] != FORMAT:
+        raise ValueError(f"its format is {content['format']}, not {FORMAT}")
+    return content
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,27 +218,36 @@ class Store:
             return
         record(key.name, entry)
 
-    def entries(self) -> list[tuple[Path, Entry | None]]:
-        """All files of the folder; None for one that holds no entry."""
-        found: list[tuple[Path, Entry | None]] = []
-        for path in sorted(self.folder.glob("*.json")):
-            entry = None
-            with contextlib.suppress(OSError, ValueError):
-                entry = Entry.read(path.read_text(encoding="utf-8"))
-            found.append((path, entry))
+    def facts(self, pattern: str = "*") -> list[dict[str, str] | None]:
+        """The facts of the entries in files of these names; None for a file that holds none."""
+        found: list[dict[str, str] | None] = []
+        for path in sorted(self.folder.glob(f"{pattern}.json")):
+            try:
+                found.append(content_of(path.read_text(encoding="utf-8"))["facts"])
+            except (OSError, ValueError, LookupError):
+                found.append(None)
         return found
 
     def _why(self, key: Key) -> str:
         """Why there is no entry of a key: what differs in those of the same graph."""
-        reasons: set[str] = set()
-        for path in sorted(self.folder.glob(f"{key.of_graph}-*.json")):
-            with contextlib.suppress(OSError, ValueError):
-                facts = Entry.read(path.read_text(encoding="utf-8")).facts
-                names = facts.keys() | key.facts.keys()
-                reasons |= {name for name in names if facts.get(name) != key.facts.get(name)}
+        names = key.facts.keys()
+        others = filter(None, self.facts(f"{key.of_graph}-*"))
+        reasons = {name for facts in others for name in names if facts.get(name) != key.facts[name]}
         if reasons:
             return f"it was compiled with another {', another '.join(sorted(reasons))}"
         return f"it is new to {self.folder}"
+
+
+def misfits(facts: Mapping[str, str]) -> list[str]:
+    """The facts of an entry that are not those of this installation and machine."""
+    device = "cpu" if facts.get("device") == "cpu" else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        return ["device"]
+    machines = [machine_for(Options(graph=graph), device) for graph in (False, True)]
+    known = {name: {value} for name, value in versions().items()}
+    known["device"] = {gpus_of(device) or device}
+    known["calibration"] = set(map(machine_fact, machines))
+    return [name for name, values in known.items() if facts.get(name) not in values]
 
 
 def default_folder() -> Path:
