@@ -37,7 +37,7 @@ from interlace.frontend.dynamo import (
 )
 from interlace.frontend.importing.exchanges import KnownPlaces
 from interlace.frontend.importing.grouped import equal_groups
-from interlace.frontend.importing.nodes import is_state, label
+from interlace.frontend.importing.nodes import is_state, label, name_groups
 from interlace.frontend.importing.types import device_of
 from interlace.frontend.partition import Partition
 from interlace.frontend.portable import PortableCall, travels
@@ -118,6 +118,7 @@ class Compilation:
     def compiled_graph(self, kind: str, gm: fx.GraphModule) -> CompiledGraph:
         """One graph of AOTAutograd, not bound yet."""
         if kind == "inference":
+            name_groups(gm.graph)
             equal_groups(gm.graph)  # the others were one graph before
         if kind == "backward":
             keep_saved()
@@ -209,10 +210,9 @@ class Backend:
         fix_numbers(places)
         labels = tuple(label(source) if source else "" for source in sources)
         state = frozenset(i for i, source in enumerate(sources) if source and is_state(source))
-        call = self.compiled_as(gm, example_inputs, options, labels, state)
         if travels():
-            return PortableCall(gm, options, labels, state, torch.is_grad_enabled(), call)
-        return call
+            return PortableCall(gm, options, labels, state, torch.is_grad_enabled())
+        return self.compiled_as(gm, example_inputs, options, labels, state)
 
     def compiled_as(
         self,
@@ -245,10 +245,6 @@ backend = Backend()
 """Backend of `torch.compile(backend="interlace")`; see Note [Backward is compiled with forward]."""
 
 
-CACHING = "force_autograd_cache", "bundled_autograd_cache", "strict_autograd_cache"
-"""torch's settings, in `aot_compile`, that have AOTAutograd store what Inductor made."""
-
-
 @assume_constant_result
 def compiles_here() -> bool:
     """Returns True if TorchDynamo, which traces the caller, compiles for this backend."""
@@ -269,9 +265,7 @@ def compiling() -> Iterator[None]:
     tensor, on every device alike (`interlace.frontend.importing.normalise`).
     """
     settings = functorch_config.patch(
-        force_non_lazy_backward_lowering=True,
-        graphsafe_rng_functionalization=False,
-        **{name: False for name in CACHING if hasattr(functorch_config, name)},
+        force_non_lazy_backward_lowering=True, graphsafe_rng_functionalization=False
     )
     context = TracingContext.try_get()  # TorchDynamo's; `keep_saved` asks it
     own = TracingContext(FakeTensorMode()) if context is None else None

@@ -4,15 +4,15 @@
     compiled.save_compiled_function("model.pt")        # calls `serialize_compile_artifacts`
     torch.compiler.load_compiled_function(file)        # calls `deserialize_compile_artifacts`
 
-TorchDynamo's graph travels, with the options and what TorchDynamo knows of the arguments. Loaded, it
-is compiled at its first call, which all ranks make together: only then are there process groups to
-bind to. It takes schedules and proofs from the cache (store.py), where they are.
+TorchDynamo's graph travels, with the options and what TorchDynamo knows of the arguments. It is
+compiled at its first call, which all ranks make together, by the schedules and proofs that the cache
+has (store.py). So one rank alone may trace for all, with torch's `compile_on_one_rank`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -28,17 +28,13 @@ from interlace.torch_private.dynamo import (
     functorch_config,
 )
 
-Compile = Callable[[fx.GraphModule, Sequence[object], Options, tuple[str, ...], frozenset[int]], Any]
-"""Compiles a graph for arguments: with these options, these names, and those that are state."""
-
-
 def travels() -> bool:
     """Returns True if `aot_compile` asks for the graph."""
     return bool(getattr(functorch_config, "force_autograd_cache", False))
 
 
 class PortableCall(SerializableCallable):
-    """A compiled graph of TorchDynamo that can be written and loaded."""
+    """A graph of TorchDynamo that can be written and loaded, and is compiled when it is called."""
 
     def __init__(
         self,
@@ -47,10 +43,9 @@ class PortableCall(SerializableCallable):
         labels: tuple[str, ...],
         state: frozenset[int],
         grad: bool,
-        call: Callable[..., object] | None = None,
     ) -> None:
-        """`grad` is whether gradients were enabled as it was traced; without a `call`, the first
-        call compiles the graph."""
+        """`labels` name the arguments, `state` has the positions of parameters and buffers, and
+        `grad` says if gradients were enabled as the graph was traced."""
         for node in gm.graph.find_nodes(op="placeholder"):
             if isinstance(node.meta.get("example_value"), torch.SymInt | torch.SymFloat):
                 raise UnsupportedError(
@@ -58,13 +53,15 @@ class PortableCall(SerializableCallable):
                     "torch.compile(..., dynamic=False), and an input of each size"
                 )
         self._gm, self._options, self._grad = gm, options, grad
-        self._labels, self._state, self._call = labels, state, call
+        self._labels, self._state = labels, state
+        self._call: Callable[..., object] | None = None
 
     def __call__(self, *args: object) -> object:
         """The graph's outputs."""
         if self._call is None:
             from interlace.frontend.backend import backend  # which makes objects of this class
 
+            self._gm.meta.pop("dynamo_compile_id", None)  # else torch asks for the inputs' sources
             with torch.set_grad_enabled(self._grad):
                 facts = self._options, self._labels, self._state
                 self._call = backend.compiled_as(self._gm, args, *facts)
@@ -92,6 +89,5 @@ class PortableCall(SerializableCallable):
         head, _, body = data.partition(b"\n")
         told: dict[str, Any] = json.loads(head)
         held: Any = GraphModuleSerializableCallable.deserialize_compile_artifacts(body)
-        held.graph_module.meta.pop("dynamo_compile_id", None)  # else torch asks for sources of inputs
         options, state = Options.from_dict(told["options"]), frozenset[int](told["state"])
         return cls(held.graph_module, options, tuple(told["labels"]), state, told["grad"])
