@@ -183,6 +183,8 @@ class Backend:
                     )
             return self.compiled(gm, example_inputs, options_from(options))
         except InterlaceError as error:
+            if travels():  # TorchDynamo is done
+                raise
             raise NotCompiled(error) from error.with_traceback(None)  # without frames of ours
 
     def __reduce__(self) -> str:

@@ -179,9 +179,10 @@ def bind(
     graph = imported.program
     machine = _attempted(machine_for, options, kind_of_device)
     written = _attempted(scheduled, kind, graph, groups, options)
-    store = None if written or isinstance(machine, InterlaceError) else Store.of(options)
-    key = Key.of(graph, options, machine, kind_of_device, groups) if store else None
-    own = store.find(key) if store and key else None
+    store, key, own = Store.of(options), None, None
+    if store and not written and not isinstance(machine, InterlaceError):
+        key = Key.of(graph, options, machine, kind_of_device, groups)
+        own = store.find(key)
     stages.end("cache")
     agreed = agree_on_facts(graph, groups, options, machine, written, layer, key, own)
     stages.end("agreement")
@@ -315,7 +316,7 @@ class AgreedFacts:
 
     machine: Machine
     serial: Digests
-    """Those of this rank's graph."""
+    """Digests of this rank's graph."""
     texts: Mapping[str, str]
     """The graphs of all ranks by digest, where they differ;"""
     ranks: Mapping[str, tuple[int, ...]]
@@ -323,7 +324,7 @@ class AgreedFacts:
     written: Program | None = None
     """The Program of this rank's file, with the option `schedules`."""
     kept: Entry | None = None
-    """What an earlier process kept, where all ranks have it."""
+    """Entry of an earlier process, where all ranks have it."""
 
 
 def agree_on_facts(

@@ -1,12 +1,12 @@
-"""Compiled functions that go to other processes: torch's `aot_compile` and `load_compiled_function`.
+"""Graphs that torch writes and loads: its `aot_compile` and `load_compiled_function`.
 
-    compiled = torch.compile(model, backend="interlace", fullgraph=True).forward.aot_compile(...)
-    compiled.save_compiled_function("model.pt")        # calls `serialize_compile_artifacts`
-    torch.compiler.load_compiled_function(file)        # calls `deserialize_compile_artifacts`
+    compiled = torch.compile(step, backend="interlace", fullgraph=True).aot_compile(((x,), {}))
+    compiled.save_compiled_function("step.pt")        # calls `serialize_compile_artifacts`
+    torch.compiler.load_compiled_function(file)       # calls `deserialize_compile_artifacts`
 
 TorchDynamo's graph travels, with the options and what TorchDynamo knows of the arguments. It is
-compiled at its first call, which all ranks make together, by the schedules and proofs that the cache
-has (store.py). So one rank alone may trace for all, with torch's `compile_on_one_rank`.
+compiled at its first call, which all ranks make together, by the schedules and proofs that the
+cache has (store.py). So one rank alone may trace for all, with torch's `compile_on_one_rank`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from interlace.torch_private.dynamo import (
     SerializableCallable,
     functorch_config,
 )
+
 
 def travels() -> bool:
     """Returns True if `aot_compile` asks for the graph."""

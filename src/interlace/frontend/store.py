@@ -21,7 +21,6 @@ Note [Entries]
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -41,6 +40,7 @@ from interlace.comm.rendezvous.board import Board, Note
 from interlace.cost import Machine
 from interlace.errors import AgreementError, InterlaceError
 from interlace.ir import Program, parse, print_program
+from interlace.ir.sizes import FIXED
 from interlace.options import Options
 from interlace.runtime.machine import gpus_of, machine_for
 from interlace.runtime.prepare.agreement import Agreement, Digests, Proof, digest, text_topic
@@ -139,7 +139,7 @@ class Entry:
     """The entry as a file has it."""
     facts: Mapping[str, str]
     serial: Digests
-    """Those of the graph."""
+    """Digests of the graph."""
     program: Program
     proof: Proof | None
     """The proof of what ran; None where it has remarks, which are not kept."""
@@ -268,7 +268,11 @@ def shared(
         if note["kept"][1]:
             holders.setdefault(note["kept"][0], rank)
     keys = {note["kept"][0] for note in entries.values()}
-    if "" in keys or keys - holders.keys() or len({str(n["kernels"]) for n in entries.values()}) > 1:
+    if (
+        "" in keys
+        or keys - holders.keys()
+        or len({str(n["kernels"]) for n in entries.values()}) > 1
+    ):
         return None
     wanted = {key: entries[rank]["kept"][1] for key, rank in holders.items()}
     lacking = [r for r, n in sorted(entries.items()) if n["kept"][1] != wanted[n["kept"][0]]]
@@ -312,16 +316,15 @@ def _told(program: Program, proof: Proof) -> dict[str, Any] | None:
 def _proof_of(told: dict[str, Any] | None) -> Proof | None:
     if told is None:
         return None
-    known = {"num_ops": told["num_ops"], "num_ranks": told["num_ranks"]}
     report = Report(
         (),
-        **known,
+        told["num_ops"],
+        told["num_ranks"],
         seconds=told["seconds"],
+        sizes=parse(told["sizes"]).sizes if told["sizes"] else FIXED,
         single=told["single"],
+        symmetry=told["symmetry"] and Symmetry(**{k: (*v,) for k, v in told["symmetry"].items()}),
         in_order=told["in_order"],
-        symmetry=told["symmetry"]
-        and Symmetry(*(tuple(told["symmetry"][name]) for name in ("visited", "folded"))),
-        **({"sizes": parse(told["sizes"]).sizes} if told["sizes"] else {}),
     )
     return Proof(Digests(**told["of"]), report)
 

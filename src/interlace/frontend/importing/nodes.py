@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from interlace.errors import UnsupportedError
 from interlace.ir import Loc
 from interlace.runtime.calling.effects import effects
 from interlace.torch_private import FakeTensor, FakeTensorMode, OpOverload
@@ -45,6 +46,7 @@ COPIES = {
 
 MODULE_KEY = "interlace_module"
 """Where `interlace.compile` notes a node's module path, in `meta["custom"]`."""
+COORDINATE = "device_mesh._runtime_compute_coordinate_on_dim.default"
 GROUP_OF_MESH = "_dtensor.mesh_get_process_group.default"
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
@@ -280,6 +282,14 @@ def group_of(node: fx.Node) -> Any:
 def name_groups(graph: fx.Graph) -> None:
     """Has collectives name their groups, as they do without torch's `compile_on_one_rank`: with it
     the graph looks each group up in a mesh, so that it is the same on all ranks."""
+    for node in graph.nodes:
+        if str(node.target) == COORDINATE:
+            raise UnsupportedError(
+                f"{describe(node)}: sizes or offsets depend on the rank, as those of a "
+                "vocabulary's shard do, and torch's compile_on_one_rank has no numbers for them. "
+                "fix: leave that part out of the compiled function (torch.compiler.disable), or "
+                "compile on each rank"
+            )
     for node in [node for node in graph.nodes if str(node.target) == GROUP_OF_MESH]:
         name = node.meta["val"].group_name
 

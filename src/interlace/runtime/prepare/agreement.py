@@ -50,7 +50,7 @@ class Digests:
     """Digests by which ranks compare their Programs."""
 
     text: str
-    """Of the behavior: see `essence`."""
+    """Digest of the behavior: see `essence`."""
     skeleton: str
 
     @classmethod
@@ -74,7 +74,7 @@ class Agreement:
 
     tag: int
     proof: Proof
-    """Of this rank's Program; or of the Programs of all ranks as a set, if they differ."""
+    """Proof of this rank's Program; or of the Programs of all ranks as a set, if they differ."""
     texts: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Programs that differ, each as text with the ranks that run it."""
     backends: tuple[tuple[str, ...], ...] = ()
