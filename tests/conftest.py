@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import os
 import secrets
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ if ROOT not in sys.path:  # so that `tests.support` can be imported, here and in
     sys.path.insert(0, ROOT)
 if importlib.util.find_spec("interlace") is None:  # not installed
     sys.path.insert(0, f"{ROOT}/src")
+
+# Before torch is there: only tests of kept schedules use what an earlier test compiled.
+os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
 
 from tests.support.pool import Pool, launched, preload  # noqa: E402
 

@@ -30,6 +30,8 @@ from interlace.options import Options
         ("timeout_s", -1.0),
         ("timeout_s", math.inf),
         ("timeout_s", math.nan),
+        ("cache", ""),
+        ("cache", False),
         ("cache_size", 0),
         ("cache_size", 2.5),
         ("cache_size", "4"),
@@ -59,7 +61,7 @@ def test_a_tensor_is_no_choice() -> None:
 
 
 def test_unknown_options_are_named_with_the_known_ones() -> None:
-    known = r"'stratgy': did you mean 'strategy'\? choose from cache_size, .*, transport$"
+    known = r"'stratgy': did you mean 'strategy'\? choose from cache, cache_size, .*, transport$"
     for make in (lambda given: Options(**given), Options.from_dict):
         with pytest.raises(OptionError, match=known):
             make({"stratgy": "peer"})

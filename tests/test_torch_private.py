@@ -7,8 +7,9 @@ import ast
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import interlace
 from interlace import torch_private as private
 from interlace.runtime.calling.regions import compile_graph
-from interlace.torch_private import distributed, dynamo, inductor
+from interlace.torch_private import caches, distributed, dynamo, inductor
 from interlace.torch_private import testing as from_tests
 
 SOURCE = Path(interlace.__file__).parents[1]
@@ -295,6 +296,20 @@ SHARED: dict[Callable[[], bool], str] = {
 }
 """Checks of several names."""
 add = torch.ops.aten.add.Tensor
+
+
+def caches_are_told() -> bool:
+    told: list[bool] = []
+    for on, disabled in ((True, False), (True, True), (False, False)):
+        config = SimpleNamespace(enable_autograd_cache=on)
+        with (
+            mock.patch.object(caches, "functorch_config", config),
+            torch.compiler.config.patch(force_disable_caches=disabled),  # pyright: ignore
+        ):
+            told.append(caches.are_graphs_cached())
+    return told == [True, False, False]
+
+
 CHECKS: dict[ModuleType, dict[str, Callable[[], Any]]] = {
     private: {
         **{name: check for check, names in SHARED.items() for name in names.split()},
@@ -363,6 +378,12 @@ CHECKS: dict[ModuleType, dict[str, Callable[[], Any]]] = {
         ),
     },
     dynamo: {
+        "GraphModuleSerializableCallable": lambda: has(
+            dynamo.GraphModuleSerializableCallable, "deserialize_compile_artifacts"
+        ),
+        "SerializableCallable": lambda: has(
+            dynamo.SerializableCallable, "serialize_compile_artifacts"
+        ),
         "DeletedGuardManagerWrapper": lambda: isinstance(dynamo.DeletedGuardManagerWrapper, type),
         "GuardBuilder": lambda: has(dynamo.GuardBuilder, "TENSOR_MATCH"),
         "InstructionTranslator": lambda: has(dynamo.InstructionTranslator, "current_tx"),
@@ -407,6 +428,16 @@ CHECKS: dict[ModuleType, dict[str, Callable[[], Any]]] = {
             torch.ops.aten.addmm.default in inductor.select_decomp_table()
         ),
     },
+    caches: {
+        "CacheArtifact": lambda: has(caches.CacheArtifact, "populate_cache", "type", "encode"),
+        "CacheArtifactFactory": lambda: takes(caches.CacheArtifactFactory.register, "artifact_cls"),
+        "CacheArtifactManager": lambda: takes(
+            caches.CacheArtifactManager.record_artifact, "artifact_type", "key", "content"
+        ),
+        "are_graphs_cached": caches_are_told,
+        "functorch_config": lambda: has(caches.functorch_config, "enable_autograd_cache"),
+        "cache_dir": lambda: Path(caches.cache_dir()).is_dir(),
+    },
     from_tests: {
         "PipelineScheduleRuntime": lambda: takes(
             from_tests.PipelineScheduleRuntime._prepare_schedule_with_comms, "actions"
@@ -427,6 +458,6 @@ def test_a_private_name_does_what_is_counted_on(module: ModuleType, name: str) -
 @pytest.mark.parametrize("module", CHECKS, ids=lambda module: module.__name__)
 def test_each_private_name_has_a_check(module: ModuleType) -> None:
     own = {"Any", "Callable", "Sequence", "annotations", "torch", "dist", "nn"}
-    submodules = {"distributed", "dynamo", "inductor", "testing"}
+    submodules = {"caches", "distributed", "dynamo", "inductor", "testing"}
     names = {name for name in vars(module) if not name.startswith("_")}
     assert names - own - submodules == CHECKS[module].keys()

@@ -40,6 +40,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], Callable[[Any], object], str]] = {
     "timeout_s": ((Real,), float, "a number of seconds"),
     "calibration": ((str, os.PathLike), os.fspath, "the path of a file"),
     "schedules": ((str, os.PathLike), os.fspath, "the path of a folder"),
+    "cache": ((str, os.PathLike), os.fspath, "'auto', 'off' or the path of a folder"),
 }
 """Types that the other options may have, and are kept as; a `bool` is no number."""
 
@@ -101,6 +102,9 @@ class Options:
         schedules: path of a folder of schedules, as `interlace.export` writes them: a compiled
             graph runs the text that is there for it in place of a generated one. A text that does
             not fit is refused.
+        cache: where schedules and their proofs are kept for later processes: `auto` is beside
+            torch's own cache, unless torch is told to keep none; a path is a folder; `off` keeps
+            nothing. What cannot be used is made anew.
         timeout_s: every wait for another rank is bounded by this many seconds; time while the
             whole job is suspended does not count. None takes the time-out of the process group
             itself. A rank whose process has ended is not waited for, and after a minute a
@@ -120,6 +124,7 @@ class Options:
     static_outputs: bool = False
     calibration: str | os.PathLike[str] | None = None
     schedules: str | os.PathLike[str] | None = None
+    cache: str | os.PathLike[str] = "auto"
     timeout_s: float | None = None
     cache_size: int = 64
     trace: bool = False
@@ -157,6 +162,8 @@ class Options:
             )
         if self.memory != "auto" and self.memory < 0:
             raise OptionError(f"option memory={self.memory}: give 'auto' or bytes >= 0")
+        if not self.cache:
+            raise OptionError("option cache='': give 'auto', 'off' or the path of a folder")
         if self.cache_size < 1:
             raise OptionError("option cache_size must be >= 1")
         if self.static_outputs and not self.graph:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.frontend.test_store import changed, entry_of
 from typer.testing import CliRunner
 
 from interlace.cli import app
@@ -17,6 +18,7 @@ from interlace.commands import doctor
 from interlace.commands.doctor import look_at_gpus
 from interlace.cost import default_machine
 from interlace.errors import BackendError
+from interlace.frontend.store import Store
 
 
 def findings() -> dict[str, doctor.Inspection]:
@@ -148,3 +150,20 @@ def test_one_rank_of_a_host_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     done = CliRunner().invoke(app, ["doctor"])
     assert (done.exit_code, done.stdout) == (0, "")
+
+
+def test_kept_schedules_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    monkeypatch.setattr(Store, "of", lambda _: store)
+    assert findings()["kept schedules"].state == "ok"
+    key, entry = entry_of()
+    store.keep(key, entry)
+    other = tmp_path / "forward-other.json"
+    other.write_text(changed(entry.text, facts={**key.facts, "torch": "1.0", "triton": "0"}))
+    (tmp_path / "forward-damaged.json").write_text(entry.text[:-9])
+    found = findings()["kept schedules"]
+    assert (found.state, found.found) == ("ok", f"1 of 3 fit what is installed ({tmp_path})")
+    assert "1 with another torch and another triton" in found.fix
+    assert "1 with another content" in found.fix
+    monkeypatch.setattr(Store, "of", lambda _: None)
+    assert findings()["kept schedules"].state == "absent"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ class Recorded:
 
     def __init__(self, program: Any, **given: Any) -> None:
         self.program, self.given = program, given
+        self.agreement = SimpleNamespace(proof_s=0.0)
 
     def prepare(self) -> None: ...
 

@@ -18,6 +18,7 @@ import shutil
 import socket
 import struct
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from ipaddress import ip_address
@@ -110,6 +111,8 @@ def look() -> Iterator[Inspection]:
     fix = 'only regions="inductor" on the CPU needs one: apt-get install g++'
     yield _optional("C++ compiler", bool(path), path or "none on PATH", fix)
     yield _calibration(torch)
+    if not isinstance(torch, Exception):
+        yield _kept_schedules()
 
 
 def _optional(name: str, there: bool, found: str, fix: str) -> Inspection:
@@ -193,6 +196,25 @@ def _calibration(torch: Any) -> Inspection:
     except CalibrationError as error:
         return Inspection("calibration", "broken", str(error), "calibrate again on this machine")
     return Inspection("calibration", "ok", f"{machine.name} ({path})")
+
+
+def _kept_schedules() -> Inspection:
+    """The schedules of earlier processes, and why some are not used."""
+    from interlace.frontend.store import Store, misfits
+    from interlace.options import Options
+
+    store, name = Store.of(Options()), "kept schedules"
+    if store is None:
+        fix = 'torch is told to cache no graphs: give options={"cache": FOLDER} to keep them there'
+        return Inspection(name, "absent", "none are kept", fix)
+    entries = store.facts()
+    differing = [["content"] if facts is None else misfits(facts) for facts in entries]
+    reasons = Counter(" and another ".join(names) for names in differing if names)
+    num_used = len(entries) - reasons.total()
+    found = f"{num_used} of {len(entries)} fit what is installed ({store.folder})"
+    listed = [f"{count} with another {names}" for names, count in reasons.most_common()]
+    fix = f"those that are compiled anew: {', '.join(listed)}" if listed else ""
+    return Inspection(name, "ok", found, fix)
 
 
 def look_at_gpus(torch: Any) -> Iterator[Inspection]:

@@ -5,6 +5,8 @@ compile.py         interlace.compile(module, *examples): the same without TorchD
 compiled_graph.py  a compiled graph, with a bound Program for each signature
 caches.py          bounded caches of what is compiled
 binding.py         serial Program -> agreed on, overlapped by one choice of all ranks, bound
+store.py           schedules and proofs that outlive their process
+portable.py        graphs that torch's aot_compile writes and loads
 schedules.py       the Programs as files, and files run in place of generated Programs
 explain.py         interlace.explain and interlace.report: what became of each site, and why
 dynamo.py          TorchDynamo: whose graph it is, what broke it off, guards, lost interrupts

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -36,9 +37,10 @@ from interlace.frontend.dynamo import (
 )
 from interlace.frontend.importing.exchanges import KnownPlaces
 from interlace.frontend.importing.grouped import equal_groups
-from interlace.frontend.importing.nodes import is_state, label
+from interlace.frontend.importing.nodes import is_state, label, name_groups
 from interlace.frontend.importing.types import device_of
 from interlace.frontend.partition import Partition
+from interlace.frontend.portable import PortableCall, travels
 from interlace.ir.program import no_collections
 from interlace.options import Options
 from interlace.runtime.machine import shared_machine
@@ -118,6 +120,7 @@ class Compilation:
     def compiled_graph(self, kind: str, gm: fx.GraphModule) -> CompiledGraph:
         """One graph of AOTAutograd, not bound yet."""
         if kind == "inference":
+            name_groups(gm.graph)
             equal_groups(gm.graph)  # the others were one graph before
         if kind == "backward":
             keep_saved()
@@ -182,6 +185,8 @@ class Backend:
                     )
             return self.compiled(gm, example_inputs, options_from(options))
         except InterlaceError as error:
+            if travels():  # TorchDynamo is done
+                raise
             raise NotCompiled(error) from error.with_traceback(None)  # without frames of ours
 
     def __reduce__(self) -> str:
@@ -207,12 +212,28 @@ class Backend:
         sources = list(map(source_name, places))
         guard_sizes(places)
         fix_numbers(places)
+        labels = tuple(label(source) if source else "" for source in sources)
+        state = frozenset(i for i, source in enumerate(sources) if source and is_state(source))
+        if travels():
+            return PortableCall(gm, options, labels, state, torch.is_grad_enabled())
+        return self.compiled_as(gm, example_inputs, options, labels, state)
+
+    def compiled_as(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[object],
+        options: Options,
+        labels: tuple[str, ...],
+        state: frozenset[int],
+    ) -> Callable[..., object]:
+        """Returns the callable that runs one graph, whose arguments have these names, and these
+        positions where they are parameters and buffers."""
         origin = GraphOrigin.of(gm)
         setting = Setting(
             options,
             meshes_in(example_inputs),
-            tuple(label(source) if source else "" for source in sources),
-            frozenset(i for i, source in enumerate(sources) if source and is_state(source)),
+            labels,
+            state,
             device_of(example_inputs),
             origin=origin,
             places=self._places,

@@ -3,7 +3,8 @@
     bound = bind("forward", imported, groups={"tp": group}, options=options)
     outputs = bound.run(args)
 
-With the option `schedules` the overlapped Program is a file's text (schedules.py). Else ranks lower
+With the option `schedules` the overlapped Program is a file's text (schedules.py), and what an
+earlier process kept is used again (store.py). Else ranks lower
 a graph from facts that all of them have, and choose once: before anything is chosen each rank tells
 the graph, its options and the calibration that it would choose by. Options and calibrations must be
 the same, and so must the inputs that the graph is given (a bias, say). Where the graphs differ for
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, cast
@@ -34,23 +36,28 @@ from interlace.cost import Machine, Timeline
 from interlace.errors import AgreementError, InterlaceError, SoundnessError
 from interlace.frontend.calling.arguments import Imported, Opaque
 from interlace.frontend.schedules import path_of, scheduled, texts_by_graph, unsound
+from interlace.frontend.store import Entry, Key, Store, shared
 from interlace.ir import Program, Remark, parse, print_program
 from interlace.ir.program import no_collections
 from interlace.ir.validate import others
 from interlace.options import Options
 from interlace.passes import lower
+from interlace.passes.decompose import Decompose
+from interlace.passes.find_sites import FindSites
+from interlace.passes.pipeline import Pass
+from interlace.passes.place_resharding import PlaceResharding
 from interlace.runtime import Executor
 from interlace.runtime.hosts import on_hosts
 from interlace.runtime.machine import machine_for
 from interlace.runtime.prepare.agreement import (
     Agreement,
+    Digests,
     digest,
     essence,
     for_ranks,
     gather,
     program_rank,
     ranks_of,
-    skeleton,
     texts_of,
 )
 from interlace.verify import Report, check
@@ -70,6 +77,10 @@ class Bound:
     """Why it is for one size alone, though its sizes may change."""
     symbols: Mapping[str, int] = field(default_factory=dict[str, int])
     """The values of TorchDynamo's symbols as it was bound, where the graph has some."""
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float], compare=False)
+    """Seconds that each stage took here."""
+    is_kept: bool = field(default=False, compare=False)
+    """True if an earlier process kept its schedule."""
 
     @property
     def serial(self) -> Program:
@@ -161,25 +172,36 @@ def bind(
     """Lowers and prepares; all ranks of the Program do it together. `layer` has what else must be
     the same on all of them."""
     kind_of_device = torch.device(device).type
+    stages = Stages()
     options, noted = with_regions(options, kind_of_device)
     plain = imported.program
     imported = dataclasses.replace(imported, program=on_hosts(plain, groups, options.timeout_s))
     graph = imported.program
     machine = _attempted(machine_for, options, kind_of_device)
     written = _attempted(scheduled, kind, graph, groups, options)
-    agreed = agree_on_facts(graph, groups, options, machine, written, layer)
+    store, key, own = Store.of(options), None, None
+    if store and not written and not isinstance(machine, InterlaceError):
+        key = Key.of(graph, options, machine, kind_of_device, groups)
+        own = store.find(key)
+    stages.end("cache")
+    agreed = agree_on_facts(graph, groups, options, machine, written, layer, key, own)
+    stages.end("agreement")
     spread = [team.name for team in imported.program.teams if team.hosts is not None]
     apart = [team_of(groups[name], name).apart for name in spread]
     noted += [Remark("frontend", f"{text}: {UNSERVED}") for text in apart]
     if options.graph and (why := _uncaptured(imported)):
         options = dataclasses.replace(options, graph=False, static_outputs=False)
         noted.append(Remark("frontend", f"not captured in CUDA graphs: {why}"))
-    program = agreed.written
-    if program is None:
-        program, why = overlapped(graph if options.overlap else plain, agreed, options)
-        noted += why
-    else:
+    kept, program = agreed.kept, agreed.written
+    if program is not None:
         noted.append(Remark("frontend", "its text is a file of the option schedules"))
+    elif kept is not None:
+        program = kept.program
+    else:
+        serial = graph if options.overlap else plain
+        program, why = overlapped(serial, agreed, options, stages.end_of_pass)
+        noted += why
+    stages.end("lowering")
     executor = Executor(
         program.remarked(noted),
         groups=groups,
@@ -189,13 +211,49 @@ def bind(
         operators=others(graph),  # of this process's own graph
         graph_use=imported.graph_use,
     )
+    executor.known_proof = None if kept is None else kept.proof
     try:
         executor.prepare()
     except SoundnessError as error:
         if agreed.written is None:
             raise
         raise unsound(path_of(kind, graph, options), agreed.written, error, options) from None
-    return Bound(kind, imported, executor, agreed.machine)
+    stages.end("binding")
+    agreement = executor.agreement
+    assert agreement is not None
+    stages.part("binding", "proof", agreement.proof_s)
+    if store and key and not agreed.texts and (kept is not own or kept is None):
+        entry = Entry.of(key, agreed.serial, program, agreement) if kept is None else kept
+        store.keep(key, entry)
+        stages.end("cache")
+    seconds, is_kept = stages.seconds, kept is not None
+    return Bound(kind, imported, executor, agreed.machine, seconds=seconds, is_kept=is_kept)
+
+
+class Stages:
+    """Clock of a compilation: the seconds of each stage, in order."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def end(self, stage: str) -> None:
+        """Counts the time since the last end as this stage's."""
+        last, self._last = self._last, time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + self._last - last
+
+    def end_of_pass(self, item: Pass, _: Program) -> None:
+        """Counts a pass: those up to `decompose` choose, the others lower what is chosen."""
+        self.end("choice" if isinstance(item, CHOOSING) else "lowering")
+
+    def part(self, whole: str, stage: str, seconds: float) -> None:
+        """Counts a part of one stage as another."""
+        self.seconds[whole] -= seconds
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+
+CHOOSING = FindSites, PlaceResharding, Decompose
+"""Passes that find the sites and choose how each is overlapped."""
 
 
 def _attempted(facts: Callable[..., Fact], *args: object) -> Fact | InterlaceError:
@@ -236,7 +294,7 @@ def with_regions(options: Options, device: str) -> tuple[Options, list[Remark]]:
 # -- facts that all ranks choose by ----------------------------------------------------------------
 
 STEP = "choose how to overlap"
-OWN = frozenset(("timeout_s", "trace", "static_outputs", "calibration"))
+OWN = frozenset(("timeout_s", "trace", "static_outputs", "calibration", "cache"))
 """Options that concern one rank, or (the calibration) are compared by what they stand for."""
 DIFFER = "the ranks' graphs differ, and overlapped they do not fit together: all run serially"
 
@@ -257,12 +315,16 @@ class AgreedFacts:
     """Facts that all ranks of a graph's teams share before they lower it."""
 
     machine: Machine
+    serial: Digests
+    """Digests of this rank's graph."""
     texts: Mapping[str, str]
     """The graphs of all ranks by digest, where they differ;"""
     ranks: Mapping[str, tuple[int, ...]]
     """and the ranks of the Program that have each."""
     written: Program | None = None
     """The Program of this rank's file, with the option `schedules`."""
+    kept: Entry | None = None
+    """Entry of an earlier process, where all ranks have it."""
 
 
 def agree_on_facts(
@@ -272,24 +334,29 @@ def agree_on_facts(
     machine: Machine | InterlaceError,
     written: Program | InterlaceError | None = None,
     layer: Mapping[str, object] | None = None,
+    key: Key | None = None,
+    own: Entry | None = None,
 ) -> AgreedFacts:
     """Shares the ranks' facts of this graph; an error of one (as in `machine`) is raised on all.
-    `layer` has the arguments of a layer that must be the same on all ranks."""
+    `layer` has the arguments of a layer that must be the same on all ranks; `own` is this rank's
+    entry of a `key`, if there are such."""
     limit = limit_s(options.timeout_s, groups.values())
     teams = {team_of(group, name, limit) for name, group in groups.items()}
     if not teams:
-        return AgreedFacts(_checked(machine), {}, {}, _checked(written))
-    rank, plain = program_rank(graph, groups), essence(graph)
-    text = print_program(plain)
+        serial = own.serial if own else Digests.of(graph)
+        return AgreedFacts(_checked(machine), serial, {}, {}, _checked(written), own)
+    rank, serial = program_rank(graph, groups), own.serial if own else Digests.of(graph)
     note: Note = {
         "step": STEP,
         "rank": rank,
         "name": graph.name,
-        "hash": digest(text),
-        "skeleton": digest(print_program(skeleton(plain))),
+        "hash": serial.text,
+        "skeleton": serial.skeleton,
         "arguments": dict(layer or {}),
         "options": _compared(options),
         "inputs": {} if graph.name == "backward" else _inputs(graph),
+        "kept": [key.name if key else "", digest(own.text) if own else ""],
+        "kernels": [],
     }
     if isinstance(machine, InterlaceError):
         note["problem"] = failure(machine)["error"]
@@ -311,12 +378,13 @@ def agree_on_facts(
     _compare(graph.name, entries, "calibrations", "texts", "inputs")
     kernels, packed = (all(entry["kernels"][i] for entry in entries.values()) for i in (0, 1))
     machine = machine.replace(kernels=kernels, packed_kernels=packed)
-    if len({entry["skeleton"] for entry in entries.values()}) == 1:
-        return AgreedFacts(machine, {}, {}, written)
     board, me = ordered[0].board, ordered[0].rank
-    texts = texts_of(board, entries, me, text, limit)
+    if len({entry["skeleton"] for entry in entries.values()}) == 1:
+        kept = shared(entries, own, board, me, limit)
+        return AgreedFacts(machine, serial, {}, {}, written, kept)
+    texts = texts_of(board, entries, me, print_program(essence(graph)), limit)
     ranks = {key: ranks_of(entries, key) for key in sorted(texts)}
-    return AgreedFacts(machine, texts, ranks, written)
+    return AgreedFacts(machine, serial, texts, ranks, written)
 
 
 def _checked(fact: Fact | InterlaceError) -> Fact:
@@ -326,9 +394,13 @@ def _checked(fact: Fact | InterlaceError) -> Fact:
 
 
 def overlapped(
-    graph: Program, agreed: AgreedFacts, options: Options
+    graph: Program,
+    agreed: AgreedFacts,
+    options: Options,
+    on_pass: Callable[[Pass, Program], object] | None = None,
 ) -> tuple[Program, list[Remark]]:
-    """The overlapped Program of a graph, and what is to be remarked on."""
+    """The overlapped Program of a graph, and what is to be remarked on; `on_pass` is as in
+    `run_pipeline`."""
     if agreed.texts and options.overlap:
         made = {key: lower(parse(t), options, agreed.machine) for key, t in agreed.texts.items()}
         parts = [part for key, of in agreed.ranks.items() for part in for_ranks(made[key], of)]
@@ -337,7 +409,7 @@ def overlapped(
         except SoundnessError:
             options = dataclasses.replace(options, overlap=False)
             return lower(graph, options, agreed.machine), [Remark("frontend", DIFFER)]
-    return lower(graph, options, agreed.machine), []
+    return lower(graph, options, agreed.machine, on_pass=on_pass), []
 
 
 def _compared(options: Options) -> dict[str, object]:

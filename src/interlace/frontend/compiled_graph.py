@@ -58,6 +58,8 @@ MOST_CAPTURED = 8
 """Sizes of a graph with symbols that have CUDA graphs, with the option `graph`; more run eager."""
 UNCLASSED = "runs as traced: its sizes change, and no class of them has one Program"
 """Remark on a graph that communicates nothing; the reason follows."""
+STAGES = "import", "cache", "agreement", "choice", "lowering", "proof", "binding"
+"""Stages of a compilation, in the order in which the log has their seconds."""
 INDUCTOR = "compiled by Inductor as a whole: its sizes change, and it communicates nothing"
 
 
@@ -107,6 +109,7 @@ class CompiledGraph:
             setting.forwards.num_saved = sum("tangents" not in str(n.target) for n in places)
             setting.forwards.are_counted = any(communications(gm.graph))
         self._unscheduled, self._captured = "", 0
+        self._import_s = 0.0
         self._single = ""
         """Why each Program of a graph with symbols is for one size alone; empty: for classes."""
         self.counted = counted_in_storage(gm.graph)
@@ -272,14 +275,17 @@ class CompiledGraph:
         named = bound.executor.sizes
         bound = replace(bound, why_single=why or bound.executor.single, symbols=symbols or {})
         sites, took = bound.program.sites, time.perf_counter() - began
+        stages = {"import": self._import_s, **bound.seconds}
         log.info(
-            "bound %s%s: %d of %d communications overlapped, %d ops, in %.3f s%s",
+            "bound %s%s: %d of %d communications overlapped, %d ops, in %.3f s (%s)%s%s",
             self.kind,
             f" where {named}" if named.sizes else "",
             sum(site.strategy != "serial" for site in sites),
             len(sites),
             len(bound.program.ops),
-            took,
+            took + self._import_s,
+            ", ".join(f"{stage} {stages[stage]:.3f}" for stage in STAGES if stage in stages),
+            ", as an earlier process kept it" if bound.is_kept else "",
             f"; for these sizes alone: {bound.why_single}" if bound.why_single else "",
         )
         self._shelf.put(key, bound, list(groups.values()))
@@ -290,6 +296,7 @@ class CompiledGraph:
     ) -> tuple[Imported, Teams]:
         """The serial Program with its calling convention, and the teams that it names: for these
         arguments' sizes, for the class of these sizes, or for the sizes that were traced."""
+        begun = time.perf_counter()
         teams, labels = Teams.of_torch(self.setting.meshes), self.setting.labels
         values = (
             None if args is None or self._facts(args) == self._traced else propagate(self._gm, args)
@@ -303,7 +310,9 @@ class CompiledGraph:
             sizes=symbols,
             given_up=self._given_up(),
         )
-        return replace(found, graph_use=self._graph_use(found)), teams
+        found = replace(found, graph_use=self._graph_use(found))
+        self._import_s = time.perf_counter() - begun
+        return found, teams
 
     def _given_up(self) -> frozenset[int]:
         """Positions of the arguments that a backward may be the last to use: all but parameters

@@ -32,7 +32,14 @@ from interlace.errors import OptionError
 from interlace.frontend.calling.tracing import mark_checkpoints
 from interlace.frontend.importing.exchanges import KnownPlaces
 from interlace.frontend.importing.grouped import equal_groups
-from interlace.frontend.importing.nodes import LAZY, aliases, group_of, is_view, location
+from interlace.frontend.importing.nodes import (
+    LAZY,
+    aliases,
+    group_of,
+    is_view,
+    location,
+    name_groups,
+)
 from interlace.frontend.importing.types import dtype_of
 from interlace.frontend.teams import consent_of_ranks
 from interlace.ir.operators import matmul_of
@@ -106,6 +113,7 @@ class Partition:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward graph of a joint one."""
         close_gaps(joint.graph)
+        name_groups(joint.graph)
         equal_groups(joint.graph)
         mark_checkpoints(joint.graph)
         keep_overwritten(joint.graph)

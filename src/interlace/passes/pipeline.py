@@ -164,6 +164,7 @@ def lower(
     machine: Machine | None = None,
     protocol: str | None = None,
     chunks: int = 0,
+    on_pass: Callable[[Pass, Program], object] | None = None,
 ) -> Program:
     """Overlaps a serial Program (with `overlap=False`: makes it ready to run).
 
@@ -175,6 +176,7 @@ def lower(
         options: those that concern passes: `overlap`, `strategy`, `resharding`, `regions`, ...
         machine: the model that strategies are chosen by; by default that of each pass.
         protocol, chunks: of `decompose`; None and 0 choose for each site.
+        on_pass: as in `run_pipeline`.
 
     Returns:
         The lowered Program.
@@ -187,13 +189,14 @@ def lower(
     if by_hand or any(order.messages or order.raises or order.expects for order in orders):
         text = "left as written: it has messages, signals or one-sided copies by hand"
         return program.remarked([Remark("lower", text)])
-    made = run_pipeline(program, lowering(options, machine, protocol, chunks))
+    passes = lowering(options, machine, protocol, chunks)
+    made = run_pipeline(program, passes, on_pass=on_pass)
     pinned = {n: v for n, v in made.sizes.pinned.items() if n not in program.sizes.pinned}
     if pinned:
         # Sites are followed, and proofs found, by numbers where they were not by names. One at a
         # time: where the smallest, such as a batch, is a number, others need not be pinned.
         _, name = min((value, name) for name, value in pinned.items())
-        return lower(program.pin([name]), options, machine, protocol, chunks)
+        return lower(program.pin([name]), options, machine, protocol, chunks, on_pass)
     return made
 
 

@@ -45,7 +45,7 @@ from interlace.runtime.engine import (
 )
 from interlace.runtime.flight import Flight, measured
 from interlace.runtime.inputs import Measure, Parameters, measured_sizes, measures
-from interlace.runtime.prepare.agreement import Agreement, agree_and_prove, program_rank
+from interlace.runtime.prepare.agreement import Agreement, Proof, agree_and_prove, program_rank
 from interlace.runtime.prepare.plan import Plan, backends_of, with_backends
 from interlace.runtime.run_sizes import RunSizes
 from interlace.runtime.values import ValueTable, laid_out
@@ -200,6 +200,8 @@ class Executor:
         self._teams: dict[str, TeamComm] = {}
         self._lock: Any = threading.RLock()
         self.agreement: Agreement | None = None
+        self.known_proof: Proof | None = None
+        """The proof of the Program that an earlier process made, if one did."""
         self._shared = TeamResources({}, {}, {})
         self._backends: list[tuple[str, str]] = []
         self.engine: Engine | None = None
@@ -235,7 +237,8 @@ class Executor:
             return self
         self._check_open()
         limit = self.limit_s
-        validate(self.program)
+        if self.known_proof is None:
+            validate(self.program)
         refuse_others(self.program, self._operators)
         members = self.program.where(self.rank).members
         for name in (team.name for team in self.program.teams if team.name in members):
@@ -257,7 +260,7 @@ class Executor:
             stack.callback(self._lock.release)
             names = self._backend_name, self._teams
             program, used = with_backends(self.program, *names), backends_of(self.program, *names)
-            given = [*self._teams.values()], limit, used, self.options
+            given = [*self._teams.values()], limit, used, self.options, self.known_proof
             self.agreement = agree_and_prove(program, self.rank, *given)
             for team in teams:
                 team.setup(limit)

@@ -5,6 +5,10 @@
 from __future__ import annotations
 
 import torch
+from torch._dynamo.aot_compile_types import (
+    GraphModuleSerializableCallable as GraphModuleSerializableCallable,
+)
+from torch._dynamo.aot_compile_types import SerializableCallable as SerializableCallable
 from torch._dynamo.backends.common import aot_autograd as aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop as boxed_nop
 from torch._dynamo.callback import callback_handler as callback_handler

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
+from interlace.errors import UnsupportedError
 from interlace.ir import Loc
 from interlace.runtime.calling.effects import effects
 from interlace.torch_private import FakeTensor, FakeTensorMode, OpOverload
@@ -44,6 +46,8 @@ COPIES = {
 
 MODULE_KEY = "interlace_module"
 """Where `interlace.compile` notes a node's module path, in `meta["custom"]`."""
+COORDINATE = "device_mesh._runtime_compute_coordinate_on_dim.default"
+GROUP_OF_MESH = "_dtensor.mesh_get_process_group.default"
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
 _LOCAL = re.compile(r"^[LG]\[(?:'args'\]\[0(?=\]\.)|'\w+')\]")  # args[0]: a decorator's self
@@ -273,6 +277,33 @@ def group_of(node: fx.Node) -> Any:
             value = group.meta.get("val") if isinstance(group, fx.Node) else group
             return getattr(value, "real_obj", value)
     return None
+
+
+def name_groups(graph: fx.Graph) -> None:
+    """Has collectives name their groups, as they do without torch's `compile_on_one_rank`: with it
+    the graph looks each group up in a mesh, so that it is the same on all ranks."""
+    for node in graph.nodes:
+        if str(node.target) == COORDINATE:
+            raise UnsupportedError(
+                f"{describe(node)}: sizes or offsets depend on the rank, as those of a "
+                "vocabulary's shard do, and torch's compile_on_one_rank has no numbers for them. "
+                "fix: leave that part out of the compiled function (torch.compiler.disable), or "
+                "compile on each rank"
+            )
+    for node in [node for node in graph.nodes if str(node.target) == GROUP_OF_MESH]:
+        name = node.meta["val"].group_name
+
+        def named(item: Any, node: fx.Node = node, name: str = name) -> Any:
+            return name if item is node else item
+
+        for user in list(node.users):
+            user.args, user.kwargs = (map_aggregate(x, named) for x in (user.args, user.kwargs))
+        mesh = node.args[0]
+        graph.erase_node(node)
+        while isinstance(mesh, fx.Node) and mesh.op != "placeholder" and not mesh.users:
+            above = mesh.args[0] if mesh.args else None
+            graph.erase_node(mesh)
+            mesh = above
 
 
 def describe(node: fx.Node) -> str:

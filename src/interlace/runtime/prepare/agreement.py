@@ -14,9 +14,10 @@ A rank that does not come is named, which also tells a recompilation on one rank
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import compress
 from typing import TypeVar
@@ -45,16 +46,46 @@ ALIKE = {"in_order": ("in order", "on its streams"), "graph": ("in CUDA graphs",
 
 
 @dataclass(frozen=True, slots=True)
+class Digests:
+    """Digests by which ranks compare their Programs."""
+
+    text: str
+    """Digest of the behavior: see `essence`."""
+    skeleton: str
+
+    @classmethod
+    def of(cls, program: Program) -> Digests:
+        """The digests of a Program."""
+        plain = essence(program)
+        return cls(*(digest(print_program(each)) for each in (plain, skeleton(plain))))
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The verifier's report of one text."""
+
+    of: Digests
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
 class Agreement:
     """Result of what a component of ranks prepared together."""
 
     tag: int
-    report: Report
-    """The verifier's, of the Program; or of the Programs of all ranks as a set, if they differ."""
+    proof: Proof
+    """Proof of this rank's Program; or of the Programs of all ranks as a set, if they differ."""
     texts: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Programs that differ, each as text with the ranks that run it."""
     backends: tuple[tuple[str, ...], ...] = ()
     """For each of the teams, the backends of torch that one of its ranks needs: all have them."""
+    proof_s: float = field(default=0.0, compare=False)
+    """Seconds that the proof took here."""
+
+    @property
+    def report(self) -> Report:
+        """The verifier's report."""
+        return self.proof.report
 
     def tag_at(self, met: Sequence[bool], sizes: tuple[int, ...]) -> int:
         """The tag of runs with these values of the named sizes, by those that ranks `met` in."""
@@ -115,34 +146,40 @@ def agree_and_prove(
     timeout_s: float,
     backends: Sequence[Sequence[str]] = (),
     options: Options | None = None,
+    known: Proof | None = None,
 ) -> Agreement:
     """Agrees with every rank that is joined to this one by teams, and proves what they run: with
     the option `in_order`, the twin that runs one op after another. `backends` has those that this
-    rank's Program needs, for each of the teams."""
+    rank's Program needs, for each of the teams. A `known` proof, of this text, is not repeated."""
     options = options or Options()
     in_order = options.in_order
-    plain = essence(program)
-    text = print_program(plain)
+    of = Digests.of(program) if known is None else known.of
     mine: Note = {
         "step": "prepare Program",
         "rank": rank,
         "name": program.name,
-        "hash": digest(text),
-        "skeleton": digest(print_program(skeleton(plain))),
+        "hash": of.text,
+        "skeleton": of.skeleton,
         "backends": {},
         **{name: getattr(options, name) for name in ALIKE},
     }
     if not teams:
-        return Agreement(int(mine["hash"][:16], 16), _proof(program, in_order))
+        begun = time.perf_counter()
+        proof = known or _proof(program, of, in_order)
+        return Agreement(int(of.text[:16], 16), proof, proof_s=time.perf_counter() - begun)
     for team, needs in zip(teams, backends or [()] * len(teams), strict=True):
         mine["backends"][team.key] = list(needs)
     board, me = teams[0].board, teams[0].rank
     entries = gather(mine, teams, timeout_s)
     _check_options(entries)
+    begun, texts = time.perf_counter(), ()
     if len({entry["skeleton"] for entry in entries.values()}) > 1:
+        text = print_program(essence(program))
         report, texts = _verify_set(board, entries, me, text, timeout_s)
+        proof = Proof(of, report)
     else:
-        report, texts = _proof(program, in_order), ()
+        proof = known or _proof(program, of, in_order)
+    proof_s = time.perf_counter() - begun
     parts = sorted((entry["rank"], entry["hash"]) for entry in entries.values())
     # With where it was prepared: two Executors of equal Programs must not take each other's data.
     tag = int(digest(repr((parts, _places(entries.values()))))[:16], 16)
@@ -150,7 +187,8 @@ def agree_and_prove(
         {name for entry in entries.values() for name in entry["backends"].get(team.key, ())}
         for team in teams
     ]
-    return Agreement(tag, report, texts, tuple(tuple(sorted(names)) for names in used))
+    backends_of_all = tuple(tuple(sorted(names)) for names in used)
+    return Agreement(tag, proof, texts, backends_of_all, proof_s)
 
 
 def gather(mine: Note, teams: Sequence[TeamComm], timeout_s: float) -> dict[int, Note]:
@@ -175,7 +213,7 @@ def gather(mine: Note, teams: Sequence[TeamComm], timeout_s: float) -> dict[int,
         board.post(f"{place}/{me}", mine)
     with attending(zip(teams, places, strict=True)) as look:
         entries = _collect(board, me, mine, timeout_s, look)
-    board.forget(entries, [*left, *(f"{place}/{me}" for place in places), _text_of(me, mine)])
+    board.forget(entries, [*left, *(f"{place}/{me}" for place in places), text_topic(me, mine)])
     if len({entry["step"] for entry in entries.values()}) > 1:
         steps = [f"rank {rank} to {doing(entry)}" for rank, entry in sorted(entries.items())]
         raise AgreementError(
@@ -199,10 +237,10 @@ def numbers_of_ranks(team: TeamComm, number: int, what: str, timeout_s: float) -
     return tuple(entries[rank]["number"] for rank in team.ranks)
 
 
-def _proof(program: Program, in_order: bool) -> Report:
+def _proof(program: Program, of: Digests, in_order: bool) -> Proof:
     report = verdict(program, in_order)
     report.raise_if_unsound()
-    return report
+    return Proof(of, report)
 
 
 def _check_options(entries: Mapping[int, Note]) -> None:
@@ -310,9 +348,9 @@ def texts_of(
     board: Board, entries: Mapping[int, Note], me: int, text: str, timeout_s: float
 ) -> dict[str, str]:
     """The texts behind the hashes of the ranks' notes."""
-    board.post(_text_of(me, entries[me]), {"text": text})
+    board.post(text_topic(me, entries[me]), {"text": text})
     holders = {entry["hash"]: rank for rank, entry in entries.items()}
-    topics = {rank: _text_of(rank, entries[rank]) for rank in holders.values()}
+    topics = {rank: text_topic(rank, entries[rank]) for rank in holders.values()}
     found = board.collect(topics, timeout_s)
     if silent := sorted(topics.keys() - found.keys()):
         place = entries[me]["teams"][0][0]
@@ -320,7 +358,8 @@ def texts_of(
     return {key: found[rank]["text"] for key, rank in holders.items()}
 
 
-def _text_of(rank: int, entry: Note) -> str:
+def text_topic(rank: int, entry: Note) -> str:
+    """Topic of a text that a rank tells the others of a meeting."""
     return f"{entry['teams'][0][0]}/text/{rank}"
 
 

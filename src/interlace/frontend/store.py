@@ -1,0 +1,361 @@
+"""Schedules that outlive their process: files beside torch's own cache, and in torch's archive.
+
+    store = Store.of(options)               # None: nothing is kept
+    key = Key.of(graph, options, machine, "cpu")
+    entry = store.find(key)                 # None: a miss, and the log says why
+    store.keep(key, Entry.of(program, agreement))
+
+`torch.compiler.save_cache_artifacts()` takes the entries that a process used into its archive, and
+`load_cache_artifacts` puts them into the folder of another process.
+
+Note [Entries]
+    An entry is JSON: the text of a lowered Program, the proof of what ran, and the facts that both
+    depend on: the serial Program (which has the shapes, layouts and teams), the options, the
+    calibration, the versions. A file is named by its facts. It is read only where they are those of
+    the reader and its digest is right; everything else is a miss. The proof holds for one text,
+    whose digest it names: ranks that agree on another one prove that.
+
+    Ranks use entries together or not at all. One without an entry is handed that of a peer with
+    the same facts, so one host's folder serves all hosts, and what one rank compiled all others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+import interlace
+from interlace.comm.rendezvous.board import Board, Note
+from interlace.cost import Machine
+from interlace.errors import AgreementError, InterlaceError
+from interlace.ir import Program, parse, print_program
+from interlace.ir.sizes import FIXED
+from interlace.options import Options
+from interlace.runtime.machine import gpus_of, machine_for
+from interlace.runtime.prepare.agreement import Agreement, Digests, Proof, digest, text_topic
+from interlace.torch_private import backends_of
+from interlace.torch_private.caches import (
+    CacheArtifact,
+    CacheArtifactFactory,
+    CacheArtifactManager,
+    are_graphs_cached,
+    cache_dir,
+)
+from interlace.trace.tracks import write_whole
+from interlace.verify import Report
+from interlace.verify.report import Symmetry
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Version of an entry's JSON."""
+FOLDER = "interlace"
+DIGITS = 16
+APART = frozenset(
+    ("timeout_s", "trace", "static_outputs", "calibration", "cache", "cache_size", "schedules")
+)
+"""Options that no schedule depends on, or (the calibration) that count by what they stand for."""
+
+
+@lru_cache(maxsize=1)
+def versions() -> dict[str, str]:
+    """The versions that a schedule depends on: Interlace's with a digest of its sources."""
+    place, sources = Path(interlace.__file__).parent, hashlib.sha256()
+    for path in sorted((*place.rglob("*.py"), *place.rglob("*.txt"))):
+        sources.update(path.relative_to(place).as_posix().encode())
+        sources.update(path.read_bytes())
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = "none"
+    return {
+        "interlace": f"{interlace.__version__} {sources.hexdigest()[:DIGITS]}",
+        "torch": torch.__version__,
+        "triton": triton,
+    }
+
+
+def machine_fact(machine: Machine) -> str:
+    """The calibration that strategies are chosen by, as a fact of a key."""
+    return f"{machine.name} {digest(repr(machine))[:DIGITS]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """The facts that a schedule depends on."""
+
+    kind: str
+    facts: Mapping[str, str]
+
+    @classmethod
+    def of(
+        cls,
+        graph: Program,
+        options: Options,
+        machine: Machine,
+        device: str,
+        groups: Mapping[str, ProcessGroup],
+    ) -> Key:
+        """The key of a serial Program that is lowered with these options for this machine."""
+        there = {name: [b.name() for b in backends_of(group)] for name, group in groups.items()}
+        named = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in APART}
+        facts = {
+            "graph": digest(print_program(graph)),
+            **{f"option {name}": str(value) for name, value in named.items()},
+            "calibration": machine_fact(machine),
+            "device": gpus_of(device) or device,
+            "backends": _json({name: sorted(set(names)) for name, names in there.items()}),
+            **versions(),
+        }
+        return cls(graph.name, facts)
+
+    @property
+    def of_graph(self) -> str:
+        """The part of its name that all entries of the graph share."""
+        return f"{re.sub('[^0-9A-Za-z_]', '_', self.kind)}-{self.facts['graph'][:DIGITS]}"
+
+    @property
+    def name(self) -> str:
+        """Name of its file."""
+        return f"{self.of_graph}-{digest(_json(dict(self.facts)))[:DIGITS]}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A kept schedule."""
+
+    text: str
+    """The entry as a file has it."""
+    facts: Mapping[str, str]
+    serial: Digests
+    """Digests of the graph."""
+    program: Program
+    proof: Proof | None
+    """The proof of what ran; None where it has remarks, which are not kept."""
+
+    @classmethod
+    def of(cls, key: Key, serial: Digests, program: Program, agreement: Agreement) -> Entry:
+        """The entry of a Program that ranks agreed on and proved."""
+        content = {
+            "format": FORMAT,
+            "facts": dict(key.facts),
+            "serial": asdict(serial),
+            "program": print_program(program),
+            "proof": _told(program, agreement.proof),
+        }
+        text = _json({"content": content, "digest": digest(_json(content))})
+        return cls(text, key.facts, serial, program, agreement.proof)
+
+    @classmethod
+    def read(cls, text: str) -> Entry:
+        """The entry that a file holds; ValueError where it is none."""
+        try:
+            content = content_of(text)
+            facts = {str(name): str(value) for name, value in content["facts"].items()}
+            serial, program = Digests(**content["serial"]), parse(content["program"])
+            return cls(text, facts, serial, program, _proof_of(content["proof"]))
+        except (LookupError, TypeError, AttributeError, RecursionError, InterlaceError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
+
+
+def content_of(text: str) -> dict[str, Any]:
+    """The content of an entry, which is whole; ValueError where it is not."""
+    whole = json.loads(text)
+    if not isinstance(whole, dict) or whole.get("digest") != digest(_json(whole.get("content"))):
+        raise ValueError("it is damaged: its digest is another")
+    content: dict[str, Any] = whole["content"]
+    if content["format"] != FORMAT:
+        raise ValueError(f"its format is {content['format']}, not {FORMAT}")
+    return content
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A folder of kept schedules."""
+
+    folder: Path
+
+    @classmethod
+    def of(cls, options: Options) -> Store | None:
+        """The store of these options; None: nothing is kept."""
+        if options.cache == "off" or (options.cache == "auto" and not are_graphs_cached()):
+            return None
+        return cls(default_folder() if options.cache == "auto" else Path(options.cache))
+
+    def find(self, key: Key) -> Entry | None:
+        """The entry of these facts, and None where there is none that can be used."""
+        path = self.folder / key.name
+        try:
+            entry = Entry.read(path.read_text(encoding="utf-8"))
+            if entry.facts != key.facts:
+                raise ValueError("it has other facts than its name says")
+        except FileNotFoundError:
+            log.info("no kept schedule of this %s graph: %s", key.kind, self._why(key))
+            return None
+        except (OSError, ValueError) as error:
+            log.warning("%s is not used, and is written anew: %s", path, error)
+            return None
+        record(key.name, entry)
+        return entry
+
+    def keep(self, key: Key, entry: Entry) -> None:
+        """Writes an entry; where that fails, it is not kept, and the log says why."""
+        try:
+            write_whole(self.folder / key.name, entry.text)
+        except InterlaceError as error:
+            log.warning("a schedule is not kept: %s", error)
+            return
+        record(key.name, entry)
+
+    def facts(self, pattern: str = "*") -> list[dict[str, str] | None]:
+        """The facts of the entries in files of these names; None for a file that holds none."""
+        found: list[dict[str, str] | None] = []
+        for path in sorted(self.folder.glob(f"{pattern}.json")):
+            try:
+                found.append(content_of(path.read_text(encoding="utf-8"))["facts"])
+            except (OSError, ValueError, LookupError):
+                found.append(None)
+        return found
+
+    def _why(self, key: Key) -> str:
+        """Why there is no entry of a key: what differs in those of the same graph."""
+        names = key.facts.keys()
+        others = filter(None, self.facts(f"{key.of_graph}-*"))
+        reasons = {name for facts in others for name in names if facts.get(name) != key.facts[name]}
+        if reasons:
+            return f"it was compiled with another {', another '.join(sorted(reasons))}"
+        return f"it is new to {self.folder}"
+
+
+def misfits(facts: Mapping[str, str]) -> list[str]:
+    """The facts of an entry that are not those of this installation and machine."""
+    device = "cpu" if facts.get("device") == "cpu" else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        return ["device"]
+    machines = [machine_for(Options(graph=graph), device) for graph in (False, True)]
+    known = {name: {value} for name, value in versions().items()}
+    known["device"] = {gpus_of(device) or device}
+    known["calibration"] = set(map(machine_fact, machines))
+    return [name for name, values in known.items() if facts.get(name) not in values]
+
+
+def default_folder() -> Path:
+    """The folder beside torch's own cache."""
+    return Path(cache_dir()) / FOLDER
+
+
+def shared(
+    entries: Mapping[int, Note], own: Entry | None, board: Board, me: int, limit_s: float
+) -> Entry | None:
+    """The entry that this rank is to use: None on all ranks, or on none.
+
+    Each rank's note has the name of its key and the digest of its entry, which is empty where it
+    has none; the key is empty where it keeps nothing.
+    """
+    holders: dict[str, int] = {}
+    for rank, note in sorted(entries.items()):
+        if note["kept"][1]:
+            holders.setdefault(note["kept"][0], rank)
+    keys = {note["kept"][0] for note in entries.values()}
+    if (
+        "" in keys
+        or keys - holders.keys()
+        or len({str(n["kernels"]) for n in entries.values()}) > 1
+    ):
+        return None
+    wanted = {key: entries[rank]["kept"][1] for key, rank in holders.items()}
+    lacking = [r for r, n in sorted(entries.items()) if n["kept"][1] != wanted[n["kept"][0]]]
+    key = entries[me]["kept"][0]
+    if any(entries[rank]["kept"][0] == key for rank in lacking) and holders[key] == me:
+        assert own is not None
+        board.post(text_topic(me, entries[me]), {"text": own.text})
+    if me not in lacking:
+        return own
+    holder = holders[key]
+    notes = board.collect({holder: text_topic(holder, entries[holder])}, limit_s)
+    if holder not in notes:
+        raise AgreementError(
+            f"rank {holder} did not hand over its kept schedule within {limit_s:g} s: see whether "
+            "it failed or stalled"
+        )
+    return Entry.read(notes[holder]["text"])
+
+
+# -- proofs ----------------------------------------------------------------------------------------
+
+
+def _told(program: Program, proof: Proof) -> dict[str, Any] | None:
+    """A proof as plain data; its sizes are the head of a Program that does nothing."""
+    report = proof.report
+    if report.findings or report.num_left_out:
+        return None
+    head = Program(name="sizes", teams=program.teams, sizes=report.sizes, ranks=program.ranks)
+    return {
+        "of": asdict(proof.of),
+        "num_ops": report.num_ops,
+        "num_ranks": report.num_ranks,
+        "seconds": report.seconds,
+        "sizes": print_program(head) if report.sizes.sizes else "",
+        "single": report.single,
+        "symmetry": report.symmetry.to_json() if report.symmetry else None,
+        "in_order": report.in_order,
+    }
+
+
+def _proof_of(told: dict[str, Any] | None) -> Proof | None:
+    if told is None:
+        return None
+    report = Report(
+        (),
+        told["num_ops"],
+        told["num_ranks"],
+        seconds=told["seconds"],
+        sizes=parse(told["sizes"]).sizes if told["sizes"] else FIXED,
+        single=told["single"],
+        symmetry=told["symmetry"] and Symmetry(**{k: (*v,) for k, v in told["symmetry"].items()}),
+        in_order=told["in_order"],
+    )
+    return Proof(Digests(**told["of"]), report)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+# -- torch's archive -------------------------------------------------------------------------------
+
+
+@CacheArtifactFactory.register
+class ScheduleArtifact(CacheArtifact):
+    """A kept schedule in the archive of `torch.compiler.save_cache_artifacts()`."""
+
+    @staticmethod
+    def type() -> str:
+        """The name by which torch finds this class."""
+        return "interlace"
+
+    def populate_cache(self) -> None:
+        """Puts the entry into the folder of this process."""
+        if Path(self.key).name != self.key:  # a name from elsewhere
+            log.warning("a kept schedule of the archive is not used: its key is %r", self.key)
+            return
+        try:
+            write_whole(default_folder() / self.key, self.content.decode())
+        except (InterlaceError, UnicodeDecodeError) as error:
+            log.warning("a kept schedule of the archive is not used: %s", error)
+
+
+def record(name: str, entry: Entry) -> None:
+    """Has torch take an entry into its archive."""
+    CacheArtifactManager.record_artifact(ScheduleArtifact.type(), name, entry.text.encode())
