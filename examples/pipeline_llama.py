@@ -102,6 +102,8 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}", type=int, default=value, help="(%(default)s)")
     args = parser.parse_args()
+    if args.layers % args.pp or args.batch % args.parts:
+        parser.error("--pp must divide --layers, and --parts --batch")
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     if DEVICE == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())

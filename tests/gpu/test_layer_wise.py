@@ -21,6 +21,10 @@ def test_overlapped_is_synchronous_bit_for_bit(
 
 
 @pytest.mark.nccl  # which fully_shard needs
+@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("facts", sharded.FACTS)
-def test_shards_have_the_bits_of_a_synchronous_step(gpus: Ranks, facts: str, seed: int) -> None:
-    assert not any(gpus.run(sharded.both_ways, seed, 20, "ours", sharded.FACTS[facts], "cuda"))
+def test_shards_have_the_bits_of_a_synchronous_step(
+    gpus: Ranks, facts: str, tp: int, seed: int
+) -> None:
+    found = gpus.run(sharded.both_ways, seed, 20, "ours", sharded.FACTS[facts], "cuda", tp)
+    assert not any(found)
