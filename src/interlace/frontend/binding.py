@@ -38,7 +38,6 @@ from interlace.frontend.calling.arguments import Imported, Opaque
 from interlace.frontend.schedules import path_of, scheduled, texts_by_graph, unsound
 from interlace.frontend.store import Entry, Key, Store, shared
 from interlace.ir import Program, Remark, parse, print_program
-from interlace.ir.program import no_collections
 from interlace.ir.validate import others
 from interlace.options import Options
 from interlace.passes import lower
@@ -160,7 +159,6 @@ class Bound:
         return [*map([*results, *others].__getitem__, imported.places)]
 
 
-@no_collections()
 def bind(
     kind: str,
     imported: Imported,

@@ -40,6 +40,7 @@ from interlace.comm.rendezvous.board import Board, Note
 from interlace.cost import Machine
 from interlace.errors import AgreementError, InterlaceError
 from interlace.ir import Program, parse, print_program
+from interlace.ir.program import no_collections
 from interlace.ir.sizes import FIXED
 from interlace.options import Options
 from interlace.runtime.machine import gpus_of, machine_for
@@ -158,6 +159,7 @@ class Entry:
         return cls(text, key.facts, serial, program, agreement.proof)
 
     @classmethod
+    @no_collections()
     def read(cls, text: str) -> Entry:
         """The entry that a file holds; ValueError where it is none."""
         try:

@@ -27,7 +27,7 @@ from interlace.cost import Timeline
 from interlace.cost.memory import lasting_bytes
 from interlace.errors import ExecutorError, SizeError, TeamError
 from interlace.ir import Program, validate
-from interlace.ir.program import exchanged_sizes, lasting_sizes
+from interlace.ir.program import exchanged_sizes, lasting_sizes, no_collections
 from interlace.ir.sizes import FIXED, named, settled
 from interlace.ir.types import Member
 from interlace.ir.validate import refuse_others
@@ -330,6 +330,7 @@ class Executor:
         self._measures = measures(own, self.sizes)
         return own.at(self.sizes.values) if self.single else own
 
+    @no_collections()
     def _bind(self, values: Mapping[str, int]) -> Engine:
         """Binds every op to the memory and the backends that are there, with these values of the
         named sizes at hand. Needs no other rank."""
