@@ -412,7 +412,9 @@ CHECKS: dict[ModuleType, dict[str, Callable[[], Any]]] = {
         ),
     },
     inductor: {
+        "ALIGNMENT": lambda: inductor.ALIGNMENT == 16,
         "BoxedBool": lambda: not inductor.BoxedBool(False),
+        "CachingAutotuner": lambda: takes(inductor.CachingAutotuner.run, "stream"),
         "CustomGraphPass": lambda: has(inductor.CustomGraphPass, "uuid"),
         "V": lambda: has(inductor.V, "set_fake_mode"),
         "compile_fx_inner": lambda: takes(inductor.compile_fx_inner, "gm", "example_inputs"),
@@ -457,7 +459,8 @@ def test_a_private_name_does_what_is_counted_on(module: ModuleType, name: str) -
 
 @pytest.mark.parametrize("module", CHECKS, ids=lambda module: module.__name__)
 def test_each_private_name_has_a_check(module: ModuleType) -> None:
-    own = {"Any", "Callable", "Sequence", "annotations", "torch", "dist", "nn"}
+    own = {"Any", "Callable", "Sequence", "FunctionType", "MethodType"}
+    own |= {"annotations", "torch", "dist", "nn"}
     submodules = {"caches", "distributed", "dynamo", "inductor", "testing"}
     names = {name for name in vars(module) if not name.startswith("_")}
     assert names - own - submodules == CHECKS[module].keys()
