@@ -1,12 +1,12 @@
 """Runs `examples/pretrain.py` in several variants, one after the other, and compares their losses.
 
-python benchmarks/pretrain.py --out benchmarks/results                 # one GPU, two ranks share it
+python benchmarks/pretrain.py --out benchmarks/results                 # two GPUs
 python benchmarks/pretrain.py --device cpu --ranks 4 --out benchmarks/results
 
 Each variant trains from the same weights on the same text. `pretrain.csv` gets a row for each, with
 its tokens/s (the median of the steps after the first tenth) and its memory; `pretrain/DEVICE.csv`
-gets a column of losses in full digits. Ranks that share a GPU have no NCCL: torch's collectives go
-through the host there (gloo), so tokens/s of `eager` and `inductor` are not those of linked GPUs.
+gets a column of losses in full digits. Each rank has its
+GPU; `interlace` needs the package to be installed there, for its name as a backend.
 """
 
 from __future__ import annotations

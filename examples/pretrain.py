@@ -281,11 +281,11 @@ def main() -> None:
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     patience = timedelta(seconds=args.timeout)  # with a rank that stalls
-    shared = args.device == "cuda" and DEVICE == "cpu"  # ranks share a GPU, which NCCL refuses
-    dist.init_process_group("gloo" if "cpu" in (args.device, DEVICE) else "nccl", timeout=patience)
-    args.options = {"trace": True, **({"transport": "peer"} if shared else {})}
+    # Each rank has its GPU: NCCL refuses to share one, and gloo has no gathers of GPU tensors.
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", timeout=patience)
+    args.options = {"trace": True}
     if args.device == "cuda":
-        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(dist.get_node_local_rank())
     shape = dist.get_world_size() // args.tp, args.tp
     mesh = init_device_mesh(args.device, shape, mesh_dim_names=("dp", "tp"))
     for axis in ("dp", "tp"):  # its groups wait for half an hour else, as Interlace does with them
