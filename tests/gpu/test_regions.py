@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.gpu.cases import on_a_gpu
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from interlace.ir import parse
 from interlace.options import Options
 from interlace.runtime import Executor
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
+pytestmark = on_a_gpu(200)
 
 TEXT = """
 def layer(x: f32[64, 1024], y: f32[64, 1024]):
