@@ -82,7 +82,6 @@ class Compilation:
             "keep_inference_input_mutations": True,
         }
 
-    @no_collections()  # torch's graphs are millions of objects, in use until the end
     def run(
         self,
         trace: Callable[[Sequence[object]], Callable[..., Sequence[object]]],
@@ -92,7 +91,7 @@ class Compilation:
         """Has AOTAutograd trace for these inputs, and binds what came of it; returns the callable
         for inputs like these. `name` is what the log calls it."""
         plain, wrap = without_waiting(inputs)
-        with compiling():
+        with compiling(), no_collections():  # torch's graphs are millions of objects, all in use
             call = trace(plain)
         self.prepare(name)
         return wrap(call)
