@@ -104,9 +104,13 @@ def main() -> None:
     args = parser.parse_args()
     if args.layers % args.pp or args.batch % args.parts:
         parser.error("--pp must divide --layers, and --parts --batch")
+    if args.sequence % args.tp or (args.dim // args.head) % args.tp:
+        parser.error("--tp must divide --sequence, and the heads: --dim / --head")
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     if DEVICE == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    if dist.get_world_size() % (args.pp * args.tp):
+        parser.error(f"--pp times --tp must divide the {dist.get_world_size()} processes")
     shape = args.pp, dist.get_world_size() // args.pp // args.tp, args.tp
     mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("pp", "dp", "tp"))
     losses, stage = train(mesh, args, compiled=True)

@@ -1,4 +1,4 @@
-"""`benchmarks/first_step.py`: rows of both backends, and the bar."""
+"""`benchmarks/first_step.py`: rows of all backends, and the bar."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from benchmarks import first_step
 from interlace_bench.rows import read
 
 
-def test_both_backends_have_rows_and_the_slower_one_misses_the_bar(
+def test_all_backends_have_rows_and_the_slower_one_misses_the_bar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    took = {"aot_eager": 2.0, "interlace": 2.5}
-    monkeypatch.setattr(first_step, "first_step", lambda _, name: (took[name], 2 * took[name]))
+    took = {"aot_eager": 2.0, "interlace": 2.5, "interlace-kept": 2.1}
+    monkeypatch.setattr(
+        first_step, "first_step", lambda _, name, kept: (took[name], 2 * took[name])
+    )
     monkeypatch.setattr(first_step.compileall, "compile_dir", lambda *_, **__: True)
     given = ["--layers", "1", "3", "--rounds", "2", "--out", str(tmp_path), "--check"]
     assert first_step.main(given) == 0
@@ -26,14 +28,15 @@ def test_both_backends_have_rows_and_the_slower_one_misses_the_bar(
     with pytest.raises(SystemExit):
         first_step.main(["--rounds", "0"])
     rows = read(tmp_path / "first_step.csv")
-    assert len(rows) == 12
-    assert [row["least_cpu_s_ratio"] for row in rows[:2]] == ["1", "1.25"]
+    assert len(rows) == 18
+    assert [row["least_cpu_s_ratio"] for row in rows[:3]] == ["1", "1.25", "1.05"]
     assert all(row["torch"] and row["commit"] for row in rows)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_first_step_is_timed_in_processes_of_its_own() -> None:
-    seconds, cpu = first_step.first_step(1, "aot_eager", world=1)
+def test_a_first_step_is_timed_in_processes_of_its_own(tmp_path: Path) -> None:
+    seconds, cpu = first_step.first_step(1, "interlace-kept", str(tmp_path), world=1)
+    assert [*tmp_path.glob("*.json")]
     assert 0 < cpu < 100
     assert 0 < seconds < 170

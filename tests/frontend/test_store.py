@@ -142,7 +142,7 @@ def entry_of(text: str = TEXT, **options: Any) -> tuple[Key, Entry]:
 
 def changed(text: str, **changes: Any) -> str:
     """An entry with other content and the right digest."""
-    content = content_of(text) | changes
+    content = content_of(text)[0] | changes
     plain = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return json.dumps({"content": content, "digest": digest(plain)})
 
@@ -158,6 +158,9 @@ DAMAGES: dict[str, Callable[[str], str]] = {
     "no_program": lambda text: changed(text, program="def f("),
     "no_proof": lambda text: changed(text, proof={}),
     "nothing": lambda text: changed(text, facts=None),
+    "no_facts": lambda text: changed(text, facts=[]),
+    "deep": lambda text: "[" * 100_000 + "]" * 100_000,
+    "another_text": lambda text: changed(text, program=TEXT.replace("mul", "add")),
 }
 
 
@@ -175,8 +178,20 @@ def test_an_entry_that_is_not_right_is_a_miss(
     assert store.find(key) is None
     (line,) = caplog.messages
     assert line.startswith(f"{path} is not used, and is written anew: ")
+    (tmp_path / f"{key.of_graph}-of_another_key.json").write_text(path.read_text())
+    path.unlink()
+    assert store.find(key) is None, "the look for what differs meets it, too"
     store.keep(key, entry)
     assert store.find(key) == found
+
+
+def test_the_proof_of_programs_that_differ_is_kept_for_none_of_them() -> None:
+    key, entry = entry_of()
+    assert entry.proof is not None
+    agreement = Agreement(1, entry.proof, texts=((TEXT, (0,)), (TEXT.replace("mul", "add"), (1,))))
+    of_a_set = Entry.of(key, entry.serial, entry.program, agreement)
+    assert of_a_set.proof is None
+    assert Entry.read(of_a_set.text).proof is None
 
 
 def test_other_facts_are_a_miss_that_names_them(

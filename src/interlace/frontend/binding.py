@@ -220,7 +220,9 @@ def bind(
     agreement = executor.agreement
     assert agreement is not None
     stages.part("binding", "proof", agreement.proof_s)
-    if store and key and not agreed.texts and (kept is not own or kept is None):
+    # An entry is what the key's own machine chose, not what the kernels of other ranks left of it.
+    fits = agreed.machine == machine and not agreed.texts
+    if store and key and fits and (kept is not own or kept is None):
         entry = Entry.of(key, agreed.serial, program, agreement) if kept is None else kept
         store.keep(key, entry)
         stages.end("cache")

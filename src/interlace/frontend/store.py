@@ -21,12 +21,13 @@ Note [Entries]
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -143,43 +144,53 @@ class Entry:
     """Digests of the graph."""
     program: Program
     proof: Proof | None
-    """The proof of what ran; None where it has remarks, which are not kept."""
+    """The proof of what ran; None where it has remarks, which are not kept, or is of a set of
+    Programs that differ."""
 
     @classmethod
     def of(cls, key: Key, serial: Digests, program: Program, agreement: Agreement) -> Entry:
         """The entry of a Program that ranks agreed on and proved."""
+        proof, written = None if agreement.texts else agreement.proof, print_program(program)
         content = {
             "format": FORMAT,
             "facts": dict(key.facts),
             "serial": asdict(serial),
-            "program": print_program(program),
-            "proof": _told(program, agreement.proof),
+            "program": written,
+            "proof": proof and _told(program, proof, digest(written)),
         }
         text = _json({"content": content, "digest": digest(_json(content))})
-        return cls(text, key.facts, serial, program, agreement.proof)
+        return cls(text, key.facts, serial, program, proof)
 
     @classmethod
     @no_collections()
     def read(cls, text: str) -> Entry:
         """The entry that a file holds; ValueError where it is none."""
-        try:
-            content = content_of(text)
-            facts = {str(name): str(value) for name, value in content["facts"].items()}
+        with no_entry():
+            content, facts = content_of(text)
             serial, program = Digests(**content["serial"]), parse(content["program"])
-            return cls(text, facts, serial, program, _proof_of(content["proof"]))
-        except (LookupError, TypeError, AttributeError, RecursionError, InterlaceError) as error:
-            raise ValueError(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
+            proof = _proof_of(content["proof"], digest(content["program"]))
+            return cls(text, facts, serial, program, proof)
 
 
-def content_of(text: str) -> dict[str, Any]:
-    """The content of an entry, which is whole; ValueError where it is not."""
-    whole = json.loads(text)
-    if not isinstance(whole, dict) or whole.get("digest") != digest(_json(whole.get("content"))):
-        raise ValueError("it is damaged: its digest is another")
-    content: dict[str, Any] = whole["content"]
-    if content["format"] != FORMAT:
-        raise ValueError(f"its format is {content['format']}, not {FORMAT}")
-    return content
+@contextlib.contextmanager
+def no_entry() -> Iterator[None]:
+    """Raises ValueError for whatever a text that is no entry leads to."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, RecursionError, InterlaceError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
+
+
+def content_of(text: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The content of an entry, which is whole, and its facts; ValueError where it is not."""
+    with no_entry():
+        whole = json.loads(text)
+        if whole["digest"] != digest(_json(whole["content"])):
+            raise ValueError("it is damaged: its digest is another")
+        content: dict[str, Any] = whole["content"]
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']}, not {FORMAT}")
+        return content, {str(name): str(value) for name, value in content["facts"].items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +236,8 @@ class Store:
         found: list[dict[str, str] | None] = []
         for path in sorted(self.folder.glob(f"{pattern}.json")):
             try:
-                found.append(content_of(path.read_text(encoding="utf-8"))["facts"])
-            except (OSError, ValueError, LookupError):
+                found.append(content_of(path.read_text(encoding="utf-8"))[1])
+            except (OSError, ValueError):
                 found.append(None)
         return found
 
@@ -245,11 +256,18 @@ def misfits(facts: Mapping[str, str]) -> list[str]:
     device = "cpu" if facts.get("device") == "cpu" else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
         return ["device"]
-    machines = [machine_for(Options(graph=graph), device) for graph in (False, True)]
-    known = {name: {value} for name, value in versions().items()}
-    known["device"] = {gpus_of(device) or device}
-    known["calibration"] = set(map(machine_fact, machines))
+    known = {name: {value} for name, value in versions().items()} | machine_facts(device)
     return [name for name, values in known.items() if facts.get(name) not in values]
+
+
+@lru_cache(maxsize=2)
+def machine_facts(device: str) -> dict[str, set[str]]:
+    """The facts that entries of this machine may have, for `cpu` or `cuda`."""
+    machines = [machine_for(Options(graph=graph), device) for graph in (False, True)]
+    return {
+        "device": {gpus_of(device) or device},
+        "calibration": set(map(machine_fact, machines)),
+    }
 
 
 def default_folder() -> Path:
@@ -297,13 +315,15 @@ def shared(
 # -- proofs ----------------------------------------------------------------------------------------
 
 
-def _told(program: Program, proof: Proof) -> dict[str, Any] | None:
-    """A proof as plain data; its sizes are the head of a Program that does nothing."""
+def _told(program: Program, proof: Proof, text: str) -> dict[str, Any] | None:
+    """A proof as plain data, with the digest of the text that it is of; its sizes are the head of a
+    Program that does nothing."""
     report = proof.report
     if report.findings or report.num_left_out:
         return None
     head = Program(name="sizes", teams=program.teams, sizes=report.sizes, ranks=program.ranks)
     return {
+        "text": text,
         "of": asdict(proof.of),
         "num_ops": report.num_ops,
         "num_ranks": report.num_ranks,
@@ -315,9 +335,11 @@ def _told(program: Program, proof: Proof) -> dict[str, Any] | None:
     }
 
 
-def _proof_of(told: dict[str, Any] | None) -> Proof | None:
+def _proof_of(told: dict[str, Any] | None, text: str) -> Proof | None:
     if told is None:
         return None
+    if told["text"] != text:
+        raise ValueError("its proof is of another text")
     report = Report(
         (),
         told["num_ops"],

@@ -262,7 +262,8 @@ def _shares(
     divides: bool,
 ) -> bool:
     """True if an output shares memory with another tensor; the run, for these values of symbols,
-    also tunes and loads kernels."""
+    also tunes and loads kernels, and is the one in which Inductor's own checks of sizes are made
+    (`launched_directly`)."""
     given = [_harmless(layout, device, divides) for layout in layouts]
     results = call([*values, *given])
     if device.type == "cuda":
