@@ -27,7 +27,7 @@ from interlace.errors import UnsupportedError
 from interlace.frontend import backend, binding
 from interlace.frontend.explain import graphs_of
 from interlace.frontend.importing.nodes import name_groups
-from interlace.frontend.store import Entry, Key, Store, content_of, default_folder
+from interlace.frontend.store import KeptSchedule, Key, Store, content_of, default_folder
 from interlace.options import Options
 from interlace.runtime.prepare import agreement
 from interlace.runtime.prepare.agreement import Agreement, Digests, Proof, agree_and_prove, digest
@@ -132,12 +132,12 @@ def test_a_rank_that_has_nothing_is_handed_what_a_peer_has(pool: Pool, tmp_path:
         assert told["on again"] == (wanted, [True, True])
 
 
-def entry_of(text: str = TEXT, **options: Any) -> tuple[Key, Entry]:
+def entry_of(text: str = TEXT, **options: Any) -> tuple[Key, KeptSchedule]:
     """The entry of a Program, as its own lowering."""
     program = interlace.parse(text)
     key = Key.of(program, Options(**options), default_machine("cpu"), "cpu", {})
     proof = Proof(Digests.of(program), check(program))
-    return key, Entry.of(key, Digests.of(program), program, Agreement(1, proof))
+    return key, KeptSchedule.of(key, Digests.of(program), program, Agreement(1, proof))
 
 
 def changed(text: str, **changes: Any) -> str:
@@ -189,9 +189,9 @@ def test_the_proof_of_programs_that_differ_is_kept_for_none_of_them() -> None:
     key, entry = entry_of()
     assert entry.proof is not None
     agreement = Agreement(1, entry.proof, texts=((TEXT, (0,)), (TEXT.replace("mul", "add"), (1,))))
-    of_a_set = Entry.of(key, entry.serial, entry.program, agreement)
+    of_a_set = KeptSchedule.of(key, entry.serial, entry.program, agreement)
     assert of_a_set.proof is None
-    assert Entry.read(of_a_set.text).proof is None
+    assert KeptSchedule.read(of_a_set.text).proof is None
 
 
 def test_other_facts_are_a_miss_that_names_them(
@@ -239,8 +239,8 @@ def test_a_proof_keeps_the_sizes_that_it_is_for() -> None:
     program = interlace.parse(SIZES)
     proof = Proof(Digests.of(program), check(program))
     key = Key.of(program, Options(), default_machine("cpu"), "cpu", {})
-    entry = Entry.of(key, Digests.of(program), program, Agreement(1, proof))
-    read = Entry.read(entry.text)
+    entry = KeptSchedule.of(key, Digests.of(program), program, Agreement(1, proof))
+    read = KeptSchedule.read(entry.text)
     assert read.proof == proof
     assert read.proof is not None
     assert read.proof.report.sizes == proof.report.sizes

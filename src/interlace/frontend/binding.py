@@ -36,7 +36,7 @@ from interlace.cost import Machine, Timeline
 from interlace.errors import AgreementError, InterlaceError, SoundnessError
 from interlace.frontend.calling.arguments import Imported, Opaque
 from interlace.frontend.schedules import path_of, scheduled, texts_by_graph, unsound
-from interlace.frontend.store import Entry, Key, Store, shared
+from interlace.frontend.store import KeptSchedule, Key, Store, shared
 from interlace.ir import Program, Remark, parse, print_program
 from interlace.ir.validate import others
 from interlace.options import Options
@@ -170,7 +170,7 @@ def bind(
     """Lowers and prepares; all ranks of the Program do it together. `layer` has what else must be
     the same on all of them."""
     kind_of_device = torch.device(device).type
-    stages = Stages()
+    stages = StageClock()
     options, noted = with_regions(options, kind_of_device)
     plain = imported.program
     imported = dataclasses.replace(imported, program=on_hosts(plain, groups, options.timeout_s))
@@ -223,14 +223,14 @@ def bind(
     # An entry is what the key's own machine chose, not what the kernels of other ranks left of it.
     fits = agreed.machine == machine and not agreed.texts
     if store and key and fits and (kept is not own or kept is None):
-        entry = Entry.of(key, agreed.serial, program, agreement) if kept is None else kept
+        entry = KeptSchedule.of(key, agreed.serial, program, agreement) if kept is None else kept
         store.keep(key, entry)
         stages.end("cache")
     seconds, is_kept = stages.seconds, kept is not None
     return Bound(kind, imported, executor, agreed.machine, seconds=seconds, is_kept=is_kept)
 
 
-class Stages:
+class StageClock:
     """Clock of a compilation: the seconds of each stage, in order."""
 
     def __init__(self) -> None:
@@ -323,8 +323,8 @@ class AgreedFacts:
     """and the ranks of the Program that have each."""
     written: Program | None = None
     """The Program of this rank's file, with the option `schedules`."""
-    kept: Entry | None = None
-    """Entry of an earlier process, where all ranks have it."""
+    kept: KeptSchedule | None = None
+    """KeptSchedule of an earlier process, where all ranks have it."""
 
 
 def agree_on_facts(
@@ -335,7 +335,7 @@ def agree_on_facts(
     written: Program | InterlaceError | None = None,
     layer: Mapping[str, object] | None = None,
     key: Key | None = None,
-    own: Entry | None = None,
+    own: KeptSchedule | None = None,
 ) -> AgreedFacts:
     """Shares the ranks' facts of this graph; an error of one (as in `machine`) is raised on all.
     `layer` has the arguments of a layer that must be the same on all ranks; `own` is this rank's

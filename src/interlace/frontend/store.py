@@ -3,7 +3,7 @@
     store = Store.of(options)               # None: nothing is kept
     key = Key.of(graph, options, machine, "cpu")
     entry = store.find(key)                 # None: a miss, and the log says why
-    store.keep(key, Entry.of(program, agreement))
+    store.keep(key, KeptSchedule.of(program, agreement))
 
 `torch.compiler.save_cache_artifacts()` takes the entries that a process used into its archive, and
 `load_cache_artifacts` puts them into the folder of another process.
@@ -134,7 +134,7 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class KeptSchedule:
     """A kept schedule."""
 
     text: str
@@ -148,7 +148,7 @@ class Entry:
     Programs that differ."""
 
     @classmethod
-    def of(cls, key: Key, serial: Digests, program: Program, agreement: Agreement) -> Entry:
+    def of(cls, key: Key, serial: Digests, program: Program, agreement: Agreement) -> KeptSchedule:
         """The entry of a Program that ranks agreed on and proved."""
         proof, written = None if agreement.texts else agreement.proof, print_program(program)
         content = {
@@ -163,7 +163,7 @@ class Entry:
 
     @classmethod
     @no_collections()
-    def read(cls, text: str) -> Entry:
+    def read(cls, text: str) -> KeptSchedule:
         """The entry that a file holds; ValueError where it is none."""
         with no_entry():
             content, facts = content_of(text)
@@ -206,11 +206,11 @@ class Store:
             return None
         return cls(default_folder() if options.cache == "auto" else Path(options.cache))
 
-    def find(self, key: Key) -> Entry | None:
+    def find(self, key: Key) -> KeptSchedule | None:
         """The entry of these facts, and None where there is none that can be used."""
         path = self.folder / key.name
         try:
-            entry = Entry.read(path.read_text(encoding="utf-8"))
+            entry = KeptSchedule.read(path.read_text(encoding="utf-8"))
             if entry.facts != key.facts:
                 raise ValueError("it has other facts than its name says")
         except FileNotFoundError:
@@ -222,7 +222,7 @@ class Store:
         record(key.name, entry)
         return entry
 
-    def keep(self, key: Key, entry: Entry) -> None:
+    def keep(self, key: Key, entry: KeptSchedule) -> None:
         """Writes an entry; where that fails, it is not kept, and the log says why."""
         try:
             write_whole(self.folder / key.name, entry.text)
@@ -276,8 +276,8 @@ def default_folder() -> Path:
 
 
 def shared(
-    entries: Mapping[int, Note], own: Entry | None, board: Board, me: int, limit_s: float
-) -> Entry | None:
+    entries: Mapping[int, Note], own: KeptSchedule | None, board: Board, me: int, limit_s: float
+) -> KeptSchedule | None:
     """The entry that this rank is to use: None on all ranks, or on none.
 
     Each rank's note has the name of its key and the digest of its entry, which is empty where it
@@ -309,7 +309,7 @@ def shared(
             f"rank {holder} did not hand over its kept schedule within {limit_s:g} s: see whether "
             "it failed or stalled"
         )
-    return Entry.read(notes[holder]["text"])
+    return KeptSchedule.read(notes[holder]["text"])
 
 
 # -- proofs ----------------------------------------------------------------------------------------
@@ -380,6 +380,6 @@ class ScheduleArtifact(CacheArtifact):
             log.warning("a kept schedule of the archive is not used: %s", error)
 
 
-def record(name: str, entry: Entry) -> None:
+def record(name: str, entry: KeptSchedule) -> None:
     """Has torch take an entry into its archive."""
     CacheArtifactManager.record_artifact(ScheduleArtifact.type(), name, entry.text.encode())
