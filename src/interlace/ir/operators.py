@@ -38,6 +38,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, TypeVar
 
 T = TypeVar("T")
@@ -244,6 +245,17 @@ def is_heavy(fn: str) -> bool:
     """True if a call takes as long as a communication may: a matmul, convolution or attention."""
     base = base_of(fn)
     return base in MATMUL_NAMES or base == "convolution" or "attention" in base
+
+
+NORMS = MappingProxyType(
+    {
+        "aten._fused_rms_norm.default": 2,
+        "aten._fused_rms_norm_backward.default": 2,
+        "aten.native_layer_norm.default": 3,
+        "aten.native_layer_norm_backward.default": 3,
+    }
+)
+"""Norms, with the number of tensors that each gives: Inductor fuses them with their neighbours."""
 
 
 def is_weight_cast(fn: str) -> bool:

@@ -6,8 +6,16 @@ A chain of pointwise operators costs a launch and a trip through memory each; a 
 
 They share what one makes and another reads, and what both read, where that is as large as what they
 make: then it is read once. Left alone are matmuls, attention, calls of a site, and calls that draw
-random numbers, write in place or have several results. A region begins where communication arrives,
-so that no call waits for what it does not need of it. The same chain in two layers is one region.
+random numbers, write in place or have several results, but for norms. A region begins where
+communication arrives, so that no call waits for what it does not need of it. The same chain in two
+layers is one region.
+
+Note [Calls that move]: a matmul may stand between two calls of a chain, as between silu and the
+product with another matmul's result. A call moves down to the small call that first reads what it
+makes, if that makes as much and waits for nothing that arrives, and if nothing between changes or
+frees what it reads; else up to the small call that makes the last of what it reads, if nobody reads
+that later. Neither keeps more memory: of what moves past others one buffer at most takes another's
+place, and is as large.
 """
 
 from __future__ import annotations
@@ -38,9 +46,9 @@ from interlace.ir import (
     Step,
     View,
 )
-from interlace.ir.operators import is_heavy
+from interlace.ir.operators import NORMS, is_heavy
 from interlace.ir.sizes import Size
-from interlace.passes.uses import returned_by, used_by
+from interlace.passes.uses import Uses, returned_by, used_by
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ class FormRegions:
         ops: list[Op] = []
         for run, following in former.runs():
             ops += former.form(run)
-            if following is not None:
+            if following is not None and following.ordering().frees not in former.inside:
                 ops.append(following)
         return program.replace(ops=tuple(ops), regions=tuple(former.regions.values()))
 
@@ -63,7 +71,7 @@ class FormRegions:
 def _small(op: Call) -> bool:
     return (
         op.fn.startswith(("aten.", "prims."))
-        and len(op.fresh) == 1
+        and len(op.fresh) == NORMS.get(op.fn, 1)
         and not (op.outs or op.written or op.draws or op.facts.unwritten)
         and op.site is None
         and not is_heavy(op.fn)
@@ -80,31 +88,86 @@ class _Former:
     """Makes regions of runs, each body once."""
 
     def __init__(self, program: Program) -> None:
-        self.program, self.buffers = program, program.buffers()
+        self.buffers = program.buffers()
         self.regions = {region.name: region for region in program.regions}
         self.known = {repr((r.inputs, r.body, r.outputs)): r.name for r in program.regions}
         """Regions by their text: 2 and 2.0 are equal, and mean other things to an operator."""
         calls = program.calls()
-        self.small = {i: call for i, call in calls.items() if _small(call)}
         others = (op for i, op in enumerate(program.ops) if i not in calls)
         self.arrived = {access.view.buffer for op in others for access in op.writes()}
         """Buffers that communication, or a copy, fills."""
         self.readers = Counter(name for op in program.ops for name in used_by((op,)))
         self.readers.update(returned_by(program))
+        self.ops = self.moved(program)
+        self.inside: set[str | None] = set()
+        """Buffers that are none any more: values of a region that nobody else reads."""
+
+    def moved(self, program: Program) -> list[Op]:
+        """The ops with small calls beside their neighbours in a chain, past others that stand
+        between: `Note [Calls that move]`. Those at one place stay in their order."""
+        if any(op.ordering().records for op in program.ops):  # by hand: streams wait for these
+            return [*program.ops]
+        uses, kept = Uses(program), returned_by(program)
+        kept |= {name for name, buffer in self.buffers.items() if buffer.kind == "input"}
+        frees = {op.ordering().frees: i for i, op in enumerate(program.ops)}
+        small = {i: c for i, c in program.calls().items() if _small(c)}
+        place = [*range(len(program.ops))]
+
+        def last(i: int) -> set[str]:
+            read = {view.buffer for view in small[i].views()} - kept
+            return {name for name in read if max(uses.users[name]) == i}
+
+        for i, call in reversed(small.items()):  # down
+            own, read = call.fresh[0], {view.buffer for view in call.views()}
+            users = {j for made in call.fresh for j in uses.users.get(made.name, ())}
+            users |= {j for made in call.fresh for j in uses.makers[made.name]}
+            first = min(users - {i}, key=lambda j: (place[j], j), default=i)
+            if first not in small or place[first] <= i + 1:
+                continue
+            reader, ending = small[first], last(i)
+            changes = [j for name in read for j in (*uses.makers.get(name, ()), frees.get(name, i))]
+            if (
+                reader.stream == call.stream
+                and self.alike(own.name, reader.fresh[0])
+                and self.arrived.isdisjoint({view.buffer for view in reader.views()})
+                and not any(i < j <= place[first] for j in changes)
+                and not any(map(self.shared, read))
+                and len(ending) <= 1
+                and all(self.as_large(name, own) for name in ending)
+            ):
+                place[i] = place[first]
+        for i, call in small.items():  # up
+            made = {j for view in call.views() for j in uses.makers.get(view.buffer, ()) if j < i}
+            maker = max(made, key=lambda j: (place[j], j), default=i)
+            if place[i] != i or maker not in small or place[maker] >= i - 1:
+                continue
+            own = small[maker].fresh[0]
+            alone = own.name in last(i) and self.as_large(own.name, call.fresh[0])
+            if alone and small[maker].stream == call.stream:
+                place[i] = place[maker]
+        return [program.ops[i] for i in sorted(range(len(place)), key=lambda i: (place[i], i))]
+
+    def shared(self, name: str) -> bool:
+        """True if what writes a buffer may name another: a peer's copy, or one of its storage."""
+        buffer = self.buffers[name]
+        return buffer.kind == "symmetric" or buffer.storage is not None
+
+    def as_large(self, name: str, made: Buffer) -> bool:
+        return self.buffers[name].dtype == made.dtype and self.alike(name, made)
 
     def runs(self) -> Iterator[tuple[list[Call], Op | None]]:
         """The list in pieces: small calls that follow one another on one stream, and another op
         behind them."""
         run: list[Call] = []
         made: set[str] = set()
-        for i, op in enumerate(self.program.ops):
-            call = self.small.get(i)
+        for op in self.ops:
+            call = op if isinstance(op, Call) and _small(op) else None
             if call is None or not self.continues(run, made, call):
                 yield run, op if call is None else None
                 run, made = [], set()
             if call is not None:
                 run.append(call)
-                made.add(call.fresh[0].name)
+                made.update(buffer.name for buffer in call.fresh)
         yield run, None
 
     def continues(self, run: Sequence[Call], made: set[str], call: Call) -> bool:
@@ -133,12 +196,13 @@ class _Former:
         made: dict[str, bool] = {}
         """For each result, True if it waits for what arrives: the others are not held up."""
         for i, call in enumerate(calls):
-            (own,) = call.fresh
+            own = call.fresh[0]
             read = {view.buffer for view in call.views()}
             waits = any(made.get(name, name in self.arrived) for name in read)
-            made[own.name] = waits
-            shared: set[object] = {own.name, *(name for name in read if name in made)}
+            shared: set[object] = {name for name in read if name in made}
             shared |= {(name, waits) for name in read - {*made} if self.alike(name, own)}
+            shared |= {buffer.name for buffer in call.fresh}
+            made |= dict.fromkeys((buffer.name for buffer in call.fresh), waits)
             joined = {group[name] for name in shared if name in group}
             first = min(joined, default=i)
             if len(joined) > 1:
@@ -152,6 +216,8 @@ class _Former:
     def alike(self, name: str, made: Buffer) -> bool:
         """True if a buffer has as many elements as one that is made."""
         shapes = self.buffers[name].shape, made.shape
+        if shapes[0] and shapes[0] == shapes[1]:
+            return True
         one, other = ([size for size in shape if isinstance(size, int)] for shape in shapes)
         fixed = (len(one), len(other)) == tuple(map(len, shapes))
         return bool(fixed and one and other) and math.prod(one) == math.prod(other)
@@ -162,10 +228,11 @@ class _Former:
         for call in calls:
             body.add(call)
         inside = Counter(name for call in calls for name in used_by((call,)))
-        made = [call.fresh[0] for call in calls]
+        made = [buffer for call in calls for buffer in call.fresh]
         outputs = [buffer for buffer in made if self.readers[buffer.name] > inside[buffer.name]]
         if not outputs:
             return None
+        self.inside.update(buffer.name for buffer in made if buffer not in outputs)
         names = tuple(body.values[View(buffer.name)] for buffer in outputs)
         parts = (tuple(body.inputs.values()), tuple(body.nodes), names)
         key = repr(parts)
@@ -196,15 +263,21 @@ class _RegionBody:
         """One more call."""
         args = tuple(map(self.arg, call.args))
         kwargs = tuple((key, self.arg(value)) for key, value in call.kwargs)
-        self.value(View(call.fresh[0].name), call.fn, args, kwargs)
+        self.node([View(buffer.name) for buffer in call.fresh], call.fn, args, kwargs)
 
-    def value(
-        self, view: View, fn: str, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...] = ()
+    def node(
+        self,
+        made: Sequence[View],
+        fn: str,
+        args: tuple[Arg, ...],
+        kwargs: tuple[tuple[str, Arg], ...] = (),
     ) -> str:
-        """A new node, whose result `view` stands for."""
-        name = self.values[view] = f"t{len(self.nodes)}"
-        self.nodes.append(Node((name,), fn, args, kwargs))
-        return name
+        """A new node, for whose results the views stand; gives the name of the first."""
+        first = f"t{len(self.nodes)}"
+        names = (first, *(f"{first}_{place}" for place in range(1, len(made))))
+        self.values |= zip(made, names, strict=True)
+        self.nodes.append(Node(names, fn, args, kwargs))
+        return first
 
     def arg(self, value: Arg) -> Arg:
         """An argument as the body spells it."""
@@ -223,7 +296,7 @@ class _RegionBody:
         made = _as_node(last)
         assert made is not None, "such a view begins another run"
         fn, args = made
-        return self.value(view, fn, (whole, *args))
+        return self.node([view], fn, (whole, *args))
 
 
 def _as_node(step: Step) -> tuple[str, tuple[Arg, ...]] | None:

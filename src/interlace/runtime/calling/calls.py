@@ -53,9 +53,13 @@ QUICK: Mapping[str, Operator] = MappingProxyType(
         "aten.addmm_.default": torch.Tensor.addmm_,
         "aten.bmm.out": torch.bmm,
         "aten.add.out": torch.add,
+        "aten.mm.default": torch.mm,
+        "aten.add.Tensor": torch.add,
+        "aten.mul.Tensor": torch.mul,
+        "aten.clone.default": torch.clone,
     }
 )
-"""The same operators by torch's own bindings, which cost the host a microsecond less."""
+"""The same operators by torch's own bindings, which cost the host 0.5 to 2 microseconds less."""
 
 
 def reader(args: Sequence[Arg], values: ValueTable, device: torch.device) -> Read:
@@ -127,7 +131,8 @@ def bind_call(
     if op.fresh or op.mutates or not op.outs:
         return _placed(op, shares, call, values)
     out_names = _out_names(fn)
-    if op.fn in QUICK and not op.kwargs and all(isinstance(arg, View) for arg in op.args):
+    quickly = out_names and op.fn in QUICK and not op.kwargs
+    if quickly and all(isinstance(arg, View) for arg in op.args):
         return quick_call(op, QUICK[op.fn], values)
     if out_names:
         listed = fills_list(fn)
