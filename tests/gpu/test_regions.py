@@ -75,6 +75,7 @@ def test_a_norm_is_fused_with_its_neighbours() -> None:
     assert called == ["region_0", "aten.mm.out", "region_1"], called
     x, y = torch.randn(2, 64, 1024, device="cuda", dtype=torch.bfloat16)
     w, v = torch.randn(1025, 1024, device="cuda", dtype=torch.bfloat16).split([1, 1024])
+    v = v / 32
     with Executor(program, device="cuda", options=options) as executor:
         executor.prepare()
         for _ in range(2):
@@ -83,6 +84,6 @@ def test_a_norm_is_fused_with_its_neighbours() -> None:
     rms = (wanted.square().mean(1, keepdim=True) + 1e-5).rsqrt()
     normed = (wanted * rms * w[0].float()).bfloat16()
     torch.testing.assert_close(z, x + y)
-    torch.testing.assert_close(r, rms)
+    torch.testing.assert_close(r, rms, rtol=1e-3, atol=1e-4)  # Inductor does not round between
     product = torch.nn.functional.silu(normed.float()) * (normed @ v).float()
-    torch.testing.assert_close(p.float(), product, rtol=0.05, atol=0.5)
+    torch.testing.assert_close(p.float(), product, rtol=0.05, atol=0.05)

@@ -62,6 +62,7 @@ class LayerDims:
 MODELS = {
     "llama3-8b": LayerDims(4096, 32, 8, 14336),
     "llama3-70b": LayerDims(8192, 64, 8, 28672),
+    "small": LayerDims(512, 8, 4, 1024),
     "tiny": LayerDims(64, 8, 4, 192),
 }
 
