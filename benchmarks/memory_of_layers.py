@@ -171,7 +171,7 @@ def measured(way: str, form: str, layers: int, given: argparse.Namespace) -> dic
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, prints and, with --out, appends; 1 if a case failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", default="llama3-8b", help="llama3-8b, llama3-70b or tiny")
+    parser.add_argument("--model", default="llama3-8b", help="llama3-8b, llama3-70b, small or tiny")
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["inductor", "interlace"])
     parser.add_argument("--forms", nargs="+", default=["whole"], help="whole, blocks, +checkpoint")
