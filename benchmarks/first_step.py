@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import compileall
+import importlib
 import json
 import logging
 import os
@@ -89,16 +90,16 @@ def rank_main(rank: int, world: int, layers: int, backend: str, store: str, kept
 def clocked_stages() -> dict[str, float]:
     """The seconds of each stage, which grow as the log tells of graphs; in those of the thread's
     processor, as other processes make the clock's useless."""
-    import torch._dynamo.backends.debugging
-    import torch._functorch.aot_autograd  # torch's own imports are not ours
+    importlib.import_module("torch._dynamo.backends.debugging")  # torch's own imports are not ours
 
-    seconds = dict.fromkeys(STAGES, 0.0)
+    seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)
     begun = time.thread_time()
-    from interlace.frontend import backend, binding, compiled_graph
+    from interlace.frontend import binding, compiled_graph
     from interlace.runtime.prepare import agreement
 
     seconds["load"] = time.thread_time() - begun
-    for module in (backend, binding, compiled_graph, agreement):
+    timing: tuple[Any, ...] = binding, compiled_graph, agreement
+    for module in timing:
         module.time = SimpleNamespace(perf_counter=time.thread_time)
 
     class Stages(logging.Handler):
@@ -178,7 +179,9 @@ def measure_stages(layers: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for (count, process), seconds in least.items():
         of_first = seconds["own_s"] / least[count, "first"]["own_s"]
-        of_least = seconds["find_sites to bind_s"] / least[min(layers), process]["find_sites to bind_s"]
+        of_least = (
+            seconds["find_sites to bind_s"] / least[min(layers), process]["find_sites to bind_s"]
+        )
         head = {"layers": count, "ranks": 2, "process": process, "rounds": rounds}
         rows.append(head | seconds | {"of_first": of_first, "of_fewest_layers": of_least} | where)
     return rows
@@ -209,7 +212,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = measure_stages(given.layers, given.rounds)
         append(given.out / "first_step_stages.csv", rows)
         for row in rows:
-            print(f"{row['layers']:3} layers, {row['process']} process: {row['own_s']:.3f} s,", end=" ")
+            print(
+                f"{row['layers']:3} layers, {row['process']} process: {row['own_s']:.3f} s,",
+                end=" ",
+            )
             print(", ".join(f"{stage} {row[f'{stage}_s']:.3f}" for stage in STAGES), end=": ")
             print(f"{row['of_first']:.2f} of the first's; find_sites to bind", end=" ")
             print(f"{row['of_fewest_layers']:.1f} times that of {min(given.layers)}")
