@@ -261,10 +261,10 @@ class Program(_KnownBuffers):
             if self.rank != rank:
                 raise ProgramError(f"{self.name} is already instantiated for rank {self.rank}")
             return self
-        where = self.where(rank)
+        where, by_rank = self.where(rank), (RankIndex, TableEntry)
 
         def resolve(value: object) -> object:
-            return where.value(value) if isinstance(value, RankIndex | TableEntry) else value
+            return where.value(value) if isinstance(value, by_rank) else value
 
         return _changed(self, resolve).replace(rank=rank, ranks=self.world)
 
@@ -389,12 +389,14 @@ def _mapped(value: Any, change: Callable[[object], object]) -> Any:
         return change(value)
     if isinstance(value, tuple):
         items = cast("tuple[object, ...]", value)
-        parts = tuple([_mapped(item, change) for item in items])
-        return items if all(map(operator.is_, parts, items)) else parts
+        parts = [_mapped(item, change) for item in items]
+        return items if all(map(operator.is_, parts, items)) else tuple(parts)
     if not isinstance(value, Op):
         new = change(value)
         if new is not value or (isinstance(value, View) and not value.steps):
             return new
+    if not names:
+        return value
     before = [*map(value.__getattribute__, names)]
     after = [_mapped(each, change) for each in before]
     if all(map(operator.is_, before, after)):
