@@ -26,6 +26,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -73,10 +74,12 @@ APART = frozenset(
 @lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
     """The versions that a schedule depends on: Interlace's with a digest of its sources."""
-    place, sources = Path(interlace.__file__).parent, hashlib.sha256()
-    for path in sorted((*place.rglob("*.py"), *place.rglob("*.txt"))):
-        sources.update(path.relative_to(place).as_posix().encode())
-        sources.update(path.read_bytes())
+    place, sources = str(Path(interlace.__file__).parent), hashlib.sha256()
+    for folder, _, names in sorted(os.walk(place)):  # in a third of the time of `Path.rglob`
+        for name in sorted(names):
+            if name.endswith((".py", ".txt")):
+                sources.update(f"{folder.removeprefix(place)}/{name}".encode())
+                sources.update(Path(folder, name).read_bytes())
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
