@@ -132,9 +132,9 @@ def first_steps(layers: int, backend: str, kept: str, world: int = 2) -> list[di
                 rank.wait()
 
 
-def first_step(layers: int, backend: str, kept: str) -> tuple[float, float]:
+def first_step(layers: int, backend: str, kept: str, world: int = 2) -> tuple[float, float]:
     """The slowest rank's seconds and all ranks' processor seconds, in fresh processes."""
-    told = first_steps(layers, backend, kept)
+    told = first_steps(layers, backend, kept, world)
     return max(note["s"] for note in told), sum(note["cpu_s"] for note in told)
 
 
