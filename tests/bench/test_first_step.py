@@ -39,7 +39,9 @@ def test_stages_of_a_first_and_a_second_process_have_rows(
     def steps(layers: int, _: str, kept: str) -> list[dict[str, float]]:
         second = Path(kept, "entry").exists()
         Path(kept, "entry").touch()
-        of_rank = dict.fromkeys(first_step.STAGES, layers / (4 if second else 1))
+        of_rank: dict[str, float] = {}
+        for stage in first_step.STAGES:
+            of_rank[stage] = layers / (4 if second else 1)
         return [of_rank, of_rank | {"load": 2.0}]
 
     monkeypatch.setattr(first_step, "first_steps", steps)
