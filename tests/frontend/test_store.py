@@ -135,9 +135,10 @@ def test_a_rank_that_has_nothing_is_handed_what_a_peer_has(pool: Pool, tmp_path:
 def entry_of(text: str = TEXT, **options: Any) -> tuple[Key, KeptSchedule]:
     """The entry of a Program, as its own lowering."""
     program = interlace.parse(text)
-    key = Key.of(program, Options(**options), default_machine("cpu"), "cpu", {})
+    digests = Digests.of(program)
+    key = Key.of(program, digests, Options(**options), default_machine("cpu"), "cpu", {})
     proof = Proof(Digests.of(program), check(program))
-    return key, KeptSchedule.of(key, Digests.of(program), program, Agreement(1, proof))
+    return key, KeptSchedule.of(key, program, Agreement(1, proof))
 
 
 def changed(text: str, **changes: Any) -> str:
@@ -172,7 +173,7 @@ def test_an_entry_that_is_not_right_is_a_miss(
     store.keep(key, entry)
     found = store.find(key)
     assert found is not None
-    assert (found.program, found.proof, found.serial) == (entry.program, entry.proof, entry.serial)
+    assert (found.program, found.proof) == (entry.program, entry.proof)
     path = tmp_path / key.name
     path.write_text(damage(path.read_text()))
     assert store.find(key) is None
@@ -189,7 +190,7 @@ def test_the_proof_of_programs_that_differ_is_kept_for_none_of_them() -> None:
     key, entry = entry_of()
     assert entry.proof is not None
     agreement = Agreement(1, entry.proof, texts=((TEXT, (0,)), (TEXT.replace("mul", "add"), (1,))))
-    of_a_set = KeptSchedule.of(key, entry.serial, entry.program, agreement)
+    of_a_set = KeptSchedule.of(key, entry.program, agreement)
     assert of_a_set.proof is None
     assert KeptSchedule.read(of_a_set.text).proof is None
 
@@ -238,8 +239,8 @@ def double(B: Size[8], x: f32[B]):
 def test_a_proof_keeps_the_sizes_that_it_is_for() -> None:
     program = interlace.parse(SIZES)
     proof = Proof(Digests.of(program), check(program))
-    key = Key.of(program, Options(), default_machine("cpu"), "cpu", {})
-    entry = KeptSchedule.of(key, Digests.of(program), program, Agreement(1, proof))
+    key = Key.of(program, Digests.of(program), Options(), default_machine("cpu"), "cpu", {})
+    entry = KeptSchedule.of(key, program, Agreement(1, proof))
     read = KeptSchedule.read(entry.text)
     assert read.proof == proof
     assert read.proof is not None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from tests.fuzzing.draw import well_formed
 from tests.support.arbitrary_programs import Arbitrary
 
-from interlace.ir import Op, parse, parse_set, print_set, validate
+from interlace.ir import Loc, Op, Remark, parse, parse_set, print_set, validate
+from interlace.ir.text.printer import print_behavior
 from interlace.strategies import REPLACED
 
 
@@ -42,6 +44,21 @@ def test_well_formed_programs(seed: int) -> None:
         kinds |= {type(op).__name__ for op in program.ops}
     ours = [op for op in Op.__subclasses__() if op.__module__ == Op.__module__]
     assert kinds == {op.__name__ for op in ours}
+
+
+def test_texts_of_behavior(seed: int) -> None:
+    """Sites, remarks and locations are no part of them, and every op is."""
+    rng = random.Random(seed)
+    for _ in range(100):
+        program = well_formed(rng, rng.randint(2, 12))
+        marked = [replace(op, site=7, loc=Loc("layers.0", "a.py", 3)) for op in program.ops]
+        other = program.replace(ops=tuple(marked), remarks=(Remark("schedule", "why"),))
+        printed: dict[int, str] = {}
+        text = print_behavior(program, printed)
+        assert print_behavior(other, {}) == text
+        for i in range(len(program.ops)):
+            fewer = program.replace(ops=(*program.ops[:i], *program.ops[i + 1 :]))
+            assert print_behavior(fewer, printed) == print_behavior(fewer, {}) != text
 
 
 def test_programs_of_one_rank(seed: int) -> None:

@@ -93,7 +93,7 @@ class Compilation:
         plain, wrap = without_waiting(inputs)
         with compiling(), no_collections():  # torch's graphs are millions of objects, all in use
             call = trace(plain)
-        self.prepare(name)
+            self.prepare(name)
         return wrap(call)
 
     def prepare(self, name: str) -> None:

@@ -177,12 +177,14 @@ def bind(
     graph = imported.program
     machine = _attempted(machine_for, options, kind_of_device)
     written = _attempted(scheduled, kind, graph, groups, options)
+    digests = Digests.of(graph)
+    stages.end("agreement")
     store, key, own = Store.of(options), None, None
     if store and not written and not isinstance(machine, InterlaceError):
-        key = Key.of(graph, options, machine, kind_of_device, groups)
+        key = Key.of(graph, digests, options, machine, kind_of_device, groups)
         own = store.find(key)
     stages.end("cache")
-    agreed = agree_on_facts(graph, groups, options, machine, written, layer, key, own)
+    agreed = agree_on_facts(graph, digests, groups, options, machine, written, layer, key, own)
     stages.end("agreement")
     spread = [team.name for team in imported.program.teams if team.hosts is not None]
     apart = [team_of(groups[name], name).apart for name in spread]
@@ -223,7 +225,7 @@ def bind(
     # An entry is what the key's own machine chose, not what the kernels of other ranks left of it.
     fits = agreed.machine == machine and not agreed.texts
     if store and key and fits and (kept is not own or kept is None):
-        entry = KeptSchedule.of(key, agreed.serial, program, agreement) if kept is None else kept
+        entry = KeptSchedule.of(key, program, agreement) if kept is None else kept
         store.keep(key, entry)
         stages.end("cache")
     seconds, is_kept = stages.seconds, kept is not None
@@ -315,8 +317,6 @@ class AgreedFacts:
     """Facts that all ranks of a graph's teams share before they lower it."""
 
     machine: Machine
-    serial: Digests
-    """Digests of this rank's graph."""
     texts: Mapping[str, str]
     """The graphs of all ranks by digest, where they differ;"""
     ranks: Mapping[str, tuple[int, ...]]
@@ -329,6 +329,7 @@ class AgreedFacts:
 
 def agree_on_facts(
     graph: Program,
+    digests: Digests,
     groups: Mapping[str, ProcessGroup],
     options: Options,
     machine: Machine | InterlaceError,
@@ -343,15 +344,14 @@ def agree_on_facts(
     limit = limit_s(options.timeout_s, groups.values())
     teams = {team_of(group, name, limit) for name, group in groups.items()}
     if not teams:
-        serial = own.serial if own else Digests.of(graph)
-        return AgreedFacts(_checked(machine), serial, {}, {}, _checked(written), own)
-    rank, serial = program_rank(graph, groups), own.serial if own else Digests.of(graph)
+        return AgreedFacts(_checked(machine), {}, {}, _checked(written), own)
+    rank = program_rank(graph, groups)
     note: Note = {
         "step": STEP,
         "rank": rank,
         "name": graph.name,
-        "hash": serial.text,
-        "skeleton": serial.skeleton,
+        "hash": digests.text,
+        "skeleton": digests.skeleton,
         "arguments": dict(layer or {}),
         "options": _compared(options),
         "inputs": {} if graph.name == "backward" else _inputs(graph),
@@ -381,10 +381,10 @@ def agree_on_facts(
     board, me = ordered[0].board, ordered[0].rank
     if len({entry["skeleton"] for entry in entries.values()}) == 1:
         kept = shared(entries, own, board, me, limit)
-        return AgreedFacts(machine, serial, {}, {}, written, kept)
+        return AgreedFacts(machine, {}, {}, written, kept)
     texts = texts_of(board, entries, me, print_program(essence(graph)), limit)
     ranks = {key: ranks_of(entries, key) for key in sorted(texts)}
-    return AgreedFacts(machine, serial, texts, ranks, written)
+    return AgreedFacts(machine, texts, ranks, written)
 
 
 def _checked(fact: Fact | InterlaceError) -> Fact:

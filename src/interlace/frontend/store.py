@@ -1,9 +1,9 @@
 """Schedules that outlive their process: files beside torch's own cache, and in torch's archive.
 
     store = Store.of(options)               # None: nothing is kept
-    key = Key.of(graph, options, machine, "cpu")
+    key = Key.of(graph, Digests.of(graph), options, machine, "cpu", groups)
     entry = store.find(key)                 # None: a miss, and the log says why
-    store.keep(key, KeptSchedule.of(program, agreement))
+    store.keep(key, KeptSchedule.of(key, program, agreement))
 
 `torch.compiler.save_cache_artifacts()` takes the entries that a process used into its archive, and
 `load_cache_artifacts` puts them into the folder of another process.
@@ -26,6 +26,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -60,7 +61,7 @@ from interlace.verify.report import Symmetry
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Version of an entry's JSON."""
 FOLDER = "interlace"
 DIGITS = 16
@@ -73,10 +74,12 @@ APART = frozenset(
 @lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
     """The versions that a schedule depends on: Interlace's with a digest of its sources."""
-    place, sources = Path(interlace.__file__).parent, hashlib.sha256()
-    for path in sorted((*place.rglob("*.py"), *place.rglob("*.txt"))):
-        sources.update(path.relative_to(place).as_posix().encode())
-        sources.update(path.read_bytes())
+    place, sources = str(Path(interlace.__file__).parent), hashlib.sha256()
+    for folder, _, names in sorted(os.walk(place)):  # in a third of the time of `Path.rglob`
+        for name in sorted(names):
+            if name.endswith((".py", ".txt")):
+                sources.update(f"{folder.removeprefix(place)}/{name}".encode())
+                sources.update(Path(folder, name).read_bytes())
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -104,16 +107,19 @@ class Key:
     def of(
         cls,
         graph: Program,
+        digests: Digests,
         options: Options,
         machine: Machine,
         device: str,
         groups: Mapping[str, ProcessGroup],
     ) -> Key:
-        """The key of a serial Program that is lowered with these options for this machine."""
+        """The key of a serial Program with these digests, which is lowered with these options for
+        this machine."""
         there = {name: [b.name() for b in backends_of(group)] for name, group in groups.items()}
         named = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in APART}
+        places = [(op.site, op.loc.module and str(op.loc)) for op in graph.ops]
         facts = {
-            "graph": digest(print_program(graph)),
+            "graph": digest(repr((digests.text, graph.sites, graph.remarks, places))),
             **{f"option {name}": str(value) for name, value in named.items()},
             "calibration": machine_fact(machine),
             "device": gpus_of(device) or device,
@@ -140,26 +146,23 @@ class KeptSchedule:
     text: str
     """The entry as a file has it."""
     facts: Mapping[str, str]
-    serial: Digests
-    """Digests of the graph."""
     program: Program
     proof: Proof | None
     """The proof of what ran; None where it has remarks, which are not kept, or is of a set of
     Programs that differ."""
 
     @classmethod
-    def of(cls, key: Key, serial: Digests, program: Program, agreement: Agreement) -> KeptSchedule:
+    def of(cls, key: Key, program: Program, agreement: Agreement) -> KeptSchedule:
         """The entry of a Program that ranks agreed on and proved."""
         proof, written = None if agreement.texts else agreement.proof, print_program(program)
         content = {
             "format": FORMAT,
             "facts": dict(key.facts),
-            "serial": asdict(serial),
             "program": written,
             "proof": proof and _told(program, proof, digest(written)),
         }
         text = _json({"content": content, "digest": digest(_json(content))})
-        return cls(text, key.facts, serial, program, proof)
+        return cls(text, key.facts, program, proof)
 
     @classmethod
     @no_collections()
@@ -167,9 +170,9 @@ class KeptSchedule:
         """The entry that a file holds; ValueError where it is none."""
         with no_entry():
             content, facts = content_of(text)
-            serial, program = Digests(**content["serial"]), parse(content["program"])
+            program = parse(content["program"])
             proof = _proof_of(content["proof"], digest(content["program"]))
-            return cls(text, facts, serial, program, proof)
+            return cls(text, facts, program, proof)
 
 
 @contextlib.contextmanager

@@ -118,12 +118,12 @@ class _Answers:
     __slots__ = ("_ordering", "_reads", "_writes")
 
 
-Asked = TypeVar("Asked", bound=_Answers)
+Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
 
 
 def once(method: Callable[[Asked], Answer]) -> Callable[[Asked], Answer]:
-    """The method, which works its answer out once for each op."""
+    """The method, which works its answer out once for each object: one that has a place for it."""
     place = f"_{method.__name__}"
 
     @wraps(method)

@@ -21,7 +21,20 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast, get_args
 
 from interlace.errors import OptionError, ProgramError
-from interlace.ir.ops import Arg, Call, Collective, Fused, Get, Group, Name, Op, Put, Recv, Send
+from interlace.ir.ops import (
+    Arg,
+    Call,
+    Collective,
+    Fused,
+    Get,
+    Group,
+    Name,
+    Op,
+    Put,
+    Recv,
+    Send,
+    once,
+)
 from interlace.ir.roles import PLAIN, form_of
 from interlace.ir.sizes import DECIDER, FIXED, Int, Size, SizeClass, deciding, named, names_of
 from interlace.ir.types import (
@@ -107,8 +120,14 @@ class Remark:
     """The number of the site, if it is about one."""
 
 
+class _KnownBuffers:
+    """Place for the buffers of a Program: passes ask each Program several times."""
+
+    __slots__ = ("_buffers",)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class Program(_KnownBuffers):
     """A list of ops for every rank of its teams or, after `instantiate`, for one."""
 
     name: str = "main"
@@ -171,7 +190,8 @@ class Program:
         for rank in ranks:
             yield Where(rank, layout.members(rank), tables)
 
-    def buffers(self) -> dict[str, Buffer]:
+    @once
+    def buffers(self) -> Mapping[str, Buffer]:
         """The buffers by name: the parameters, and what Allocs and Calls declare."""
         found = {buffer.name: buffer for buffer in self.params}
         for op in self.ops:
@@ -241,10 +261,10 @@ class Program:
             if self.rank != rank:
                 raise ProgramError(f"{self.name} is already instantiated for rank {self.rank}")
             return self
-        where = self.where(rank)
+        where, by_rank = self.where(rank), (RankIndex, TableEntry)
 
         def resolve(value: object) -> object:
-            return where.value(value) if isinstance(value, RankIndex | TableEntry) else value
+            return where.value(value) if isinstance(value, by_rank) else value
 
         return _changed(self, resolve).replace(rank=rank, ranks=self.world)
 
@@ -369,12 +389,14 @@ def _mapped(value: Any, change: Callable[[object], object]) -> Any:
         return change(value)
     if isinstance(value, tuple):
         items = cast("tuple[object, ...]", value)
-        parts = tuple([_mapped(item, change) for item in items])
-        return items if all(map(operator.is_, parts, items)) else parts
+        parts = [_mapped(item, change) for item in items]
+        return items if all(map(operator.is_, parts, items)) else tuple(parts)
     if not isinstance(value, Op):
         new = change(value)
         if new is not value or (isinstance(value, View) and not value.steps):
             return new
+    if not names:
+        return value
     before = [*map(value.__getattribute__, names)]
     after = [_mapped(each, change) for each in before]
     if all(map(operator.is_, before, after)):

@@ -327,6 +327,8 @@ class Integer(Role):
     """A whole number."""
 
     def read(self, text: Reader, node: ast.expr) -> int:
+        if isinstance(node, ast.Constant) and type(node.value) is int and node.value < 1 << 63:
+            return node.value  # as most are
         sign, inner = 1, node
         while isinstance(inner, ast.UnaryOp) and isinstance(inner.op, ast.USub | ast.UAdd):
             sign = -sign if isinstance(inner.op, ast.USub) else sign
@@ -467,6 +469,8 @@ class SizeExpression(Role):
 
     def read(self, text: Reader, node: ast.expr) -> Int:
         match node:
+            case ast.Constant():
+                return INTEGER.read(text, node)
             case ast.Name(id=name) if name in text.named_sizes:
                 return named(name)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
@@ -556,9 +560,6 @@ class ViewOfBuffer(Role):
         return f".{word}({', '.join(map(flat, items))})"
 
     def read(self, text: Reader, node: ast.expr) -> View:
-        inner = accessed(node)
-        if inner is not None and inner[0] == "buffer":
-            return View(inner[1])
         if isinstance(node, ast.Name):
             if node.id in DTYPES or node.id in ("inf", "nan"):
                 raise text.fail(
@@ -567,6 +568,9 @@ class ViewOfBuffer(Role):
                     f'write buffer["{node.id}"] if it is one',
                 )
             return View(node.id)
+        inner = accessed(node)
+        if inner is not None and inner[0] == "buffer":
+            return View(inner[1])
         if isinstance(node, ast.Subscript) and inner is None:
             return self._subscript(text, self.read(text, node.value), node.slice)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -639,6 +643,14 @@ class Argument(Role):
         return str(value) if isinstance(value, Size) else scalar(value)
 
     def read(self, text: Reader, node: ast.expr) -> Arg:
+        if isinstance(node, ast.Name):
+            if node.id in DTYPES:
+                return DTYPES[node.id]
+            if node.id in ("inf", "nan"):
+                return LITERAL.read(text, node)
+            if node.id in text.named_sizes:
+                return named(node.id)
+            return Name(node.id) if text.in_region else View(node.id)
         if isinstance(node, ast.Tuple | ast.List):
             return tuple([self.read(text, item) for item in node.elts])
         if isinstance(node, ast.UnaryOp | ast.BinOp) and SIZE.is_one(text, node):
@@ -655,14 +667,6 @@ class Argument(Role):
             if not isinstance(real, int | float) or not isinstance(imag, int | float):
                 raise text.fail(node, "expected two numbers", "write complex(1.0, 2.0)")
             return complex(real, imag)
-        if isinstance(node, ast.Name):
-            if node.id in DTYPES:
-                return DTYPES[node.id]
-            if node.id in ("inf", "nan"):
-                return LITERAL.read(text, node)
-            if node.id in text.named_sizes:
-                return named(node.id)
-            return Name(node.id) if text.in_region else View(node.id)
         inner = accessed(node)
         if inner is not None and inner[0] == "value":
             return Name(inner[1])

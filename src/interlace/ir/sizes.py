@@ -729,12 +729,10 @@ def settled(given: SizeClass) -> Generator[None]:
         yield
 
 
-@contextlib.contextmanager
-def unnoted() -> Generator[None]:
+def unnoted() -> contextlib.AbstractContextManager[None]:
     """The same within `deciding`, for what has been decided so far."""
     known = DECIDER.get()
-    with settled(FIXED if known is None else known.size_class()):
-        yield
+    return contextlib.nullcontext() if known is None else settled(known.size_class())
 
 
 @contextlib.contextmanager

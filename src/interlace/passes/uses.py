@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 
 from interlace.ir import Buffer, Op, Program, Put, views_in
 from interlace.ir.overlap import touched_by
@@ -46,7 +46,7 @@ class Uses:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.buffers: dict[str, Buffer] = program.buffers()
+        self.buffers: Mapping[str, Buffer] = program.buffers()
         self.calls, self.collectives = program.calls(), program.collectives()
         self.allocs, self.returned = allocs_of(program.ops), returned_by(program)
         self.touched = touched_by(program)

@@ -134,7 +134,7 @@ class Cell:
     writes: list[ByteAccess]
     reads: dict[tuple[ByteRegion, Content, int], ByteAccess]
     live: dict[Content, int]
-    """Contents written here and not freed, each with its offset in the storage."""
+    """Contents written here, neither freed nor all lost, each with its offset in the storage."""
 
     def covers(self, new: ByteAccess, old: ByteAccess) -> bool:
         """True if the new access stands for the old one in this cell: see Note [Frontier]."""
@@ -409,6 +409,8 @@ class Sweep:
             for content, start in cell.live.items():
                 if content is not new.content:
                     self._lose(content, new.lo - start, new.hi - start)
+            if lo <= cell.lo and cell.hi <= hi:  # nothing is left here for others to lose
+                cell.live.clear()
             if not new.content.freed:
                 cell.live[new.content] = offset
 

@@ -30,7 +30,6 @@ from interlace.frontend.importing.collectives import COLLECTIVES, refuse
 from interlace.frontend.importing.inplace import InPlace
 from interlace.frontend.importing.nodes import (
     Values,
-    aliases,
     awaited,
     bound,
     complete,
@@ -46,6 +45,7 @@ from interlace.frontend.importing.nodes import (
     origin,
     output_nodes,
     parameter_name,
+    shown_by,
 )
 from interlace.frontend.importing.normalise import NORMALISERS
 from interlace.frontend.importing.symbols import size_class, size_of, sizes_of
@@ -135,10 +135,7 @@ class Importer:
         self.constants: list[torch.Tensor] = []
         self.constant_params: list[Buffer] = []
         self.in_place = InPlace(self)
-        returned = set(output_nodes(gm.graph))
-        self.leaving = {
-            node for node in gm.graph.nodes if not returned.isdisjoint(aliases(node, True))
-        }
+        self.leaving = shown_by(output_nodes(gm.graph))
         """Nodes that the output holds, or a view of them: they must not share with another."""
 
     def may_share(self, node: fx.Node, views: Sequence[View]) -> bool:

@@ -12,6 +12,7 @@ import operator
 import re
 import traceback
 from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -115,16 +116,32 @@ def is_view(node: fx.Node) -> bool:
     return bool(returns) and all(result.alias_info is not None for result in returns)
 
 
-def aliases(node: fx.Node, through_copies: bool = False) -> set[fx.Node]:
-    """A node and everything that is a view of it; with `through_copies`, that may become one."""
-    found, todo, kinds = {node}, [node], LAZY | COPIES if through_copies else LAZY
+def aliases(node: fx.Node) -> set[fx.Node]:
+    """A node and everything that is a view of it."""
+    found, todo = {node}, [node]
     while todo:
         for user in todo.pop().users:
-            view = str(user.target) in kinds or user.target is operator.getitem or is_view(user)
-            if view and user not in found:
+            if user not in found and _shows_argument(user, LAZY):
                 found.add(user)
                 todo.append(user)
     return found
+
+
+def shown_by(nodes: Collection[fx.Node]) -> set[fx.Node]:
+    """These nodes, and all whose memory they may show: as views, or as copies that become views."""
+    found, todo = set(nodes), [*nodes]
+    while todo:
+        node = todo.pop()
+        if _shows_argument(node, LAZY | COPIES):
+            new = [each for each in node.all_input_nodes if each not in found]
+            found.update(new)
+            todo += new
+    return found
+
+
+def _shows_argument(node: fx.Node, kinds: Collection[str]) -> bool:
+    """Returns True if a node's result is a view of an argument, or its operator one of `kinds`."""
+    return node.target is operator.getitem or is_view(node) or str(node.target) in kinds
 
 
 def origin(node: Any) -> fx.Node:
@@ -195,12 +212,16 @@ def location(node: fx.Node) -> Loc:
     innermost = list(stack.values())[-1] if stack else ""
     module = module_path(str(innermost[0] if isinstance(innermost, tuple) else innermost))
     module = module or unwrapped((node.meta.get("custom") or {}).get(MODULE_KEY, ""))
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return Loc(module, *_users_frame(node.meta.get("stack_trace") or ""))
+
+
+@lru_cache(1024)
+def _users_frame(trace: str) -> tuple[str, int]:
+    """The innermost file and line of a recorded trace that are not torch's; equal layers have the
+    same."""
+    frames = _FRAME.findall(trace)
     outside = [frame for frame in frames if not frame[0].startswith((_TORCH, "<"))]
-    if not outside:
-        return Loc(module)
-    file, line = outside[-1]
-    return Loc(module, file, int(line))
+    return (outside[-1][0], int(outside[-1][1])) if outside else ("", 0)
 
 
 def users_line(error: BaseException | None = None) -> str:
@@ -212,6 +233,7 @@ def users_line(error: BaseException | None = None) -> str:
     return "{}:{}".format(*outside[-1]) if outside else ""
 
 
+@lru_cache(1024)
 def module_path(path: str) -> str:
     """A module path as `named_modules` spells it, from what the tracer recorded.
 

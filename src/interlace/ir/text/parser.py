@@ -21,6 +21,7 @@ import sys
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from interlace.errors import ParseError
@@ -127,7 +128,11 @@ class SourceText:
     def __init__(self, text: str, file: str) -> None:
         self.text = text
         self.file = file
-        self.lines = lines_of(text)
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """The lines, for errors."""
+        return lines_of(self.text)
 
     def error(self, node: Place | None, what: str, fix: str) -> ParseError:
         """The error to raise for a node."""
@@ -151,10 +156,6 @@ class SourceText:
         if line > len(self.lines):
             return 1
         return len(self.lines[line - 1].encode()[:offset].decode(errors="replace")) + 1
-
-    def loc(self, node: Place) -> Loc:
-        """Where a node stands."""
-        return Loc(file=self.file, line=node.lineno, text=(self.file, node.lineno))
 
     def tree(self) -> ast.Module:
         """The text as Python's syntax tree, with the limits kept that every text has."""
@@ -310,19 +311,22 @@ class Reader:
             number = None if site is None else INTEGER.read(self, site)
         else:
             number = within["site"] if within else None
-        loc = self.source.loc(args.call)
+        place = self.source.file, args.call.lineno
         if args.given("loc"):
-            loc = replace(self.loc(args["loc"]), text=loc.text)
+            loc = self.loc(args["loc"], place)
         elif within and within["loc"].module:
-            loc = replace(within["loc"], text=loc.text)
+            loc = replace(within["loc"], text=place)
+        else:
+            loc = Loc("", *place, place)
         return {"stream": stream, "site": number, "loc": loc}
 
-    def loc(self, node: ast.expr) -> Loc:
+    def loc(self, node: ast.expr, place: tuple[str, int]) -> Loc:
         """A location: a module path, or (module path, file, line)."""
         if isinstance(node, ast.Tuple) and len(node.elts) == 3:
             module, file, line = node.elts
-            return Loc(STRING.read(self, module), STRING.read(self, file), INTEGER.read(self, line))
-        return Loc(STRING.read(self, node))
+            words = STRING.read(self, module), STRING.read(self, file)
+            return Loc(*words, INTEGER.read(self, line), place)
+        return Loc(STRING.read(self, node), text=place)
 
 
 class _ProgramParser(Reader):

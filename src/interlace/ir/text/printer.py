@@ -47,6 +47,23 @@ def print_program(program: Program) -> str:
     return "\n".join(line.text for line in print_lines(program))
 
 
+def print_behavior(program: Program, printed: dict[int, str]) -> str:
+    """A text of all but sites, remarks and where ops come from, by which Programs are compared.
+
+    Each op is one line. `printed` gets those lines by the identity of the op, and spares another
+    Program that shares ops to print them again.
+    """
+    printer = _ProgramPrinter(program.replace(sites=(), remarks=(), ops=()))
+    writer = Printer(program.teams, is_bare=True)
+    lines = [line.text for line in printer.lines()]
+    for op in program.ops:
+        line = printed.get(id(op))
+        if line is None:
+            line = printed[id(op)] = flat(writer.statement(op))
+        lines.append(line)
+    return "\n".join(lines)
+
+
 def print_set(programs: Iterable[Program]) -> str:
     """The text of a set of Programs, such as a pipeline's stages: the content of a file."""
     return "\n\n\n".join(map(print_program, programs)) + "\n"
@@ -68,10 +85,13 @@ def print_lines(program: Program) -> list[TextLine]:
 
 
 class Printer:
-    """Writes what stands inside one Program (or, `in_region`, inside a region's body)."""
+    """Writes what stands inside one Program (or, `in_region`, inside a region's body); if
+    `is_bare`, without the site and the location of ops."""
 
-    def __init__(self, teams: Sequence[Team], in_region: bool = False) -> None:
-        self.in_region = in_region
+    def __init__(
+        self, teams: Sequence[Team], in_region: bool = False, is_bare: bool = False
+    ) -> None:
+        self.in_region, self.is_bare = in_region, is_bare
         self.sizes = team_sizes(teams)
         self.even = even_parts(teams)
 
@@ -105,8 +125,10 @@ class Printer:
 
     def common(self, op: Op, within: Op | None = None) -> list[Item]:
         """Site and location, where they differ from those of the op around it."""
-        around = within.loc if within is not None else Loc()
         items: list[Item] = []
+        if self.is_bare:
+            return items
+        around = within.loc if within is not None else Loc()
         if op.site != (within.site if within else None):
             items.append(f"site={op.site}")
         if (op.loc.module or around.module) and op.loc != around:

@@ -33,6 +33,7 @@ from interlace.errors import (
     TeamError,
 )
 from interlace.ir import Arg, Call, Loc, Name, Node, Program, View, parse, print_program
+from interlace.ir.text.printer import print_behavior
 from interlace.options import Options
 from interlace.verify import Report, check
 
@@ -50,14 +51,14 @@ class Digests:
     """Digests by which ranks compare their Programs."""
 
     text: str
-    """Digest of the behavior: see `essence`."""
+    """Digest of the behavior: see `print_behavior`."""
     skeleton: str
 
     @classmethod
     def of(cls, program: Program) -> Digests:
         """The digests of a Program."""
-        plain = essence(program)
-        return cls(*(digest(print_program(each)) for each in (plain, skeleton(plain))))
+        printed: dict[int, str] = {}
+        return cls(*(digest(print_behavior(p, printed)) for p in (program, skeleton(program))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +132,10 @@ def skeleton(program: Program) -> Program:
         return arg if isinstance(arg, Name) else None
 
     def strip(call: Step) -> Step:
-        kwargs = tuple((key, bare(value)) for key, value in call.kwargs)
-        return replace(call, args=tuple(map(bare, call.args)), kwargs=kwargs)
+        args = tuple(map(bare, call.args))
+        kwargs = tuple([(key, bare(value)) for key, value in call.kwargs])
+        same = args == call.args and kwargs == call.kwargs
+        return call if same else replace(call, args=args, kwargs=kwargs)
 
     ops = tuple(strip(op) if isinstance(op, Call) else op for op in program.ops)
     regions = tuple(replace(r, body=tuple(map(strip, r.body))) for r in program.regions)
