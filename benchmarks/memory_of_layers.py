@@ -5,7 +5,8 @@ python benchmarks/memory_of_layers.py --model llama3-70b --layers 1 --ways induc
 python benchmarks/memory_of_layers.py --device cpu --model tiny --layers 1 2 --ways interlace
 
 One GPU is enough: the ranks share it, and bytes move by the transport `peer`. Inductor runs alone
-beside a fake process group of as many ranks, so its times have no communication. Bytes are those
+beside a fake process group of as many ranks, so its times have no communication; so does `floor`,
+which computes nothing: its `host_ms` are torch's own under any backend. Bytes are those
 over the weights: `torch_peak_bytes` of torch's allocator in a step, `rest_bytes` between steps,
 `device_bytes` all that a rank took of the device, with slots and graphs. Growth is what a layer
 adds to the row with the fewest layers.
@@ -34,10 +35,40 @@ WAYS: dict[str, dict[str, Any]] = {
     "interlace": {"backend": "interlace", "options": {}},
     "interlace-graph": {"backend": "interlace", "options": {"graph": True}},
     "fp8": {"backend": "interlace", "options": {}},
+    "floor": {},
 }
+ALONE = ("inductor", "inductor-graph", "floor")
+"""One process beside a fake group."""
 LIMIT_S = 600
 """When a process that hangs is ended."""
 WARM, STEPS = 5, 9
+
+
+def allocating(graph: Any, inputs: Sequence[Any]) -> Any:
+    """A compiler of AOTAutograd's graphs: its functions allocate what a graph gives, no more."""
+    import torch
+    from functorch.compile import make_boxed_func
+
+    (given,) = graph.graph.output_node().args
+    taken = {node: place for place, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
+    values = [getattr(node, "meta", {}).get("val") for node in given]
+    layouts = [
+        (value.shape, value.stride(), value.dtype) if torch.is_tensor(value) else None
+        for value in values
+    ]
+    device = next(value.device for value in values if torch.is_tensor(value))
+
+    def run(*args: Any) -> list[Any]:
+        return [
+            torch.empty_strided(*layout[:2], dtype=layout[2], device=device)
+            if layout
+            else args[taken[node]]
+            if node in taken
+            else None
+            for node, layout in zip(given, layouts, strict=True)
+        ]
+
+    return make_boxed_func(run)
 
 
 def rank_main(rank: int, way: str, form: str, given: argparse.Namespace) -> None:
@@ -52,7 +83,7 @@ def rank_main(rank: int, way: str, form: str, given: argparse.Namespace) -> None
     from interlace.frontend import backend
     from interlace_bench.layers import models
 
-    cuda, alone, world = given.device == "cuda", way.startswith("inductor"), given.world
+    cuda, alone, world = given.device == "cuda", way in ALONE, given.world
     device, options = torch.device(given.device), dict(WAYS[way].get("options", {}))
     if alone:
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -96,6 +127,10 @@ def rank_main(rank: int, way: str, form: str, given: argparse.Namespace) -> None
         model = models.in_form(models.on_shards(shards, layers, dims, world, maps), form)
         parameters = list(shards.values())
     how = {**WAYS[way], **({"backend": backend, "options": options} if not alone else {})}
+    if way == "floor":
+        from torch._dynamo.backends.common import aot_autograd
+
+        how = {"backend": aot_autograd(fw_compiler=allocating)}
     compiled: Any = functools.partial(torch.compile, dynamic=False, **how)
     run = model.mapped(compiled) if form.startswith("blocks") else compiled(model)
 
@@ -147,7 +182,7 @@ def rank_main(rank: int, way: str, form: str, given: argparse.Namespace) -> None
 def measured(way: str, form: str, layers: int, given: argparse.Namespace) -> dict[str, Any] | None:
     """The figures of one way, form and number of layers, in processes of its own; None where one of
     these ends with an error, which stands on stderr."""
-    ranks = 1 if way.startswith("inductor") else given.world
+    ranks = 1 if way in ALONE else given.world
     with tempfile.TemporaryDirectory(prefix="interlace-") as folder:
         same = ["--model", given.model, "--sequence", str(given.sequence), "--device", given.device]
         same += ["--world", str(given.world), "--layers", str(layers), "--store", f"{folder}/store"]

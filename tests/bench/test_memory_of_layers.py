@@ -33,7 +33,7 @@ def test_rows_have_what_a_layer_adds(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["interlace", "fp8", "inductor"])
+@pytest.mark.parametrize("way", ["interlace", "fp8", "inductor", "floor"])
 def test_layers_are_trained_in_processes_of_their_own(way: str, tmp_path: Path) -> None:
     given = ["--device", "cpu", "--model", "tiny", "--sequence", "64", "--layers", "1"]
     given += ["--forms", "whole", "--ways", way, "--out", str(tmp_path)]
