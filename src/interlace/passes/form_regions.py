@@ -48,7 +48,7 @@ from interlace.ir import (
 )
 from interlace.ir.operators import NORMS, is_heavy
 from interlace.ir.sizes import Size
-from interlace.passes.uses import Uses, returned_by, used_by
+from interlace.passes.uses import Uses, used_by
 
 
 @dataclass(frozen=True)
@@ -92,25 +92,23 @@ class _Former:
         self.regions = {region.name: region for region in program.regions}
         self.known = {repr((r.inputs, r.body, r.outputs)): r.name for r in program.regions}
         """Regions by their text: 2 and 2.0 are equal, and mean other things to an operator."""
-        calls = program.calls()
-        others = (op for i, op in enumerate(program.ops) if i not in calls)
-        self.arrived = {access.view.buffer for op in others for access in op.writes()}
+        calls, self.uses = program.calls(), Uses(program)
+        self.small = {i: call for i, call in calls.items() if _small(call)}
+        made = self.uses.makers.items()
+        self.arrived = {name for name, by in made if not all(i in calls for i in by)}
         """Buffers that communication, or a copy, fills."""
-        self.readers = Counter(name for op in program.ops for name in used_by((op,)))
-        self.readers.update(returned_by(program))
         self.ops = self.moved(program)
         self.inside: set[str | None] = set()
         """Buffers that are none any more: values of a region that nobody else reads."""
 
-    def moved(self, program: Program) -> list[Op]:
-        """The ops with small calls beside their neighbours in a chain, past others that stand
-        between: `Note [Calls that move]`. Those at one place stay in their order."""
+    def moved(self, program: Program) -> list[tuple[Op, Call | None]]:
+        """The ops, each with itself where it is a small call: small calls beside their neighbours
+        in a chain, `Note [Calls that move]`; those at one place stay in their order."""
         if any(op.ordering().records for op in program.ops):  # by hand: streams wait for these
-            return [*program.ops]
-        uses, kept = Uses(program), returned_by(program)
-        kept |= {name for name, buffer in self.buffers.items() if buffer.kind == "input"}
+            return [(op, self.small.get(i)) for i, op in enumerate(program.ops)]
+        uses, small = self.uses, self.small
+        kept = uses.returned | {n for n, buffer in self.buffers.items() if buffer.kind == "input"}
         frees = {op.ordering().frees: i for i, op in enumerate(program.ops)}
-        small = {i: c for i, c in program.calls().items() if _small(c)}
         place = [*range(len(program.ops))]
 
         def last(i: int) -> set[str]:
@@ -145,7 +143,8 @@ class _Former:
             alone = own.name in last(i) and self.as_large(own.name, call.fresh[0])
             if alone and small[maker].stream == call.stream:
                 place[i] = place[maker]
-        return [program.ops[i] for i in sorted(range(len(place)), key=lambda i: (place[i], i))]
+        order = sorted(range(len(place)), key=lambda i: (place[i], i))
+        return [(program.ops[i], small.get(i)) for i in order]
 
     def shared(self, name: str) -> bool:
         """True if what writes a buffer may name another: a peer's copy, or one of its storage."""
@@ -160,8 +159,7 @@ class _Former:
         behind them."""
         run: list[Call] = []
         made: set[str] = set()
-        for op in self.ops:
-            call = op if isinstance(op, Call) and _small(op) else None
+        for op, call in self.ops:
             if call is None or not self.continues(run, made, call):
                 yield run, op if call is None else None
                 run, made = [], set()
@@ -213,6 +211,11 @@ class _Former:
             groups.setdefault(group[call.fresh[0].name], []).append(call)
         return [groups[first] for first in sorted(groups)]
 
+    def used(self, name: str) -> int:
+        """How many ops touch a buffer; one more if it is returned."""
+        users = {*self.uses.users.get(name, ()), *self.uses.makers.get(name, ())}
+        return len(users) + (name in self.uses.returned)
+
     def alike(self, name: str, made: Buffer) -> bool:
         """True if a buffer has as many elements as one that is made."""
         shapes = self.buffers[name].shape, made.shape
@@ -229,7 +232,7 @@ class _Former:
             body.add(call)
         inside = Counter(name for call in calls for name in used_by((call,)))
         made = [buffer for call in calls for buffer in call.fresh]
-        outputs = [buffer for buffer in made if self.readers[buffer.name] > inside[buffer.name]]
+        outputs = [buffer for buffer in made if self.used(buffer.name) > inside[buffer.name]]
         if not outputs:
             return None
         self.inside.update(buffer.name for buffer in made if buffer not in outputs)
