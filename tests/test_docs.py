@@ -543,8 +543,8 @@ README_FIGURES = [
 ]
 
 
-LAYERS_8B = ("whole", "8")
-"""The form and the number of layers of the memory that README gives."""
+LAYERS_8B = ("llama3-8b", "whole", "8")
+"""The model, form and number of layers of the memory that README gives."""
 
 
 def row_of(chosen: dict[str, str], way: str) -> dict[str, str]:
@@ -572,7 +572,9 @@ def test_figures_of_the_readme_are_rows() -> None:
     with (ROOT / "benchmarks" / "results" / "memory_of_layers.csv").open() as file:
         memory = list(csv.DictReader(file))
     grown = {
-        r["way"]: r["torch_peak_growth"] for r in memory if (r["form"], r["layers"]) == LAYERS_8B
+        row["way"]: row["torch_peak_growth"]
+        for row in memory
+        if (row["model"], row["form"], row["layers"]) == LAYERS_8B
     }
     for way in ("interlace", "inductor"):
         assert f"Inductor's ({float(grown[way]) / 1e9:.2f} GB for 8B" in PAGES["README.md"]

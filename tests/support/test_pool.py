@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.pool import LOADED, Died, Pool, RankFailure
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 
 def total(scale: float) -> tuple[int, float]:
@@ -84,3 +86,17 @@ def test_an_expected_death_is_a_result(pool: Pool) -> None:
     assert dead == Died(-signal.SIGKILL)
     with pytest.raises(ProcessLookupError):  # the survivor was replaced too
         os.kill(alive, 0)
+
+
+def added_on_a_mesh() -> tuple[bool, float]:
+    """If what DTensor gives lies on the mesh that it was made on, and its sum over all ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    x = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+    y = x + x
+    return y.device_mesh is mesh, float(y.sum().full_tensor())
+
+
+def test_meshes_of_an_earlier_group_are_forgotten(pool: Pool) -> None:
+    """torch keeps meshes in caches, where one of the same name and ranks is found."""
+    for world in (4, 2, 4):
+        assert pool(world).run(added_on_a_mesh) == [(True, 4.0 * world)] * world
