@@ -99,8 +99,21 @@ CASES = {
         + "    return c",
         ["aten.mm.default"] * 2 + ["aten.add.Tensor", "aten.mm.default", "aten.add.Tensor"],
     ),
+    "two buffers that would be kept longer than their other reader": (
+        mm("x", "m")
+        + mm("y", "n")
+        + add("m", "n", "a")
+        + '    main: call("aten.mm.default", m, n, out=(o := f32[4, 4]))\n'
+        + mm("o", "b")
+        + add("a", "b", "c")
+        + "    return c",
+        ["aten.mm.default"] * 2
+        + ["aten.add.Tensor"]
+        + ["aten.mm.default"] * 2
+        + ["aten.add.Tensor"],
+    ),
     "one buffer that is kept instead of another": (
-        mm("x", "m") + add("m", "y", "a") + mm("x", "b") + add("a", "b", "c") + "    return c",
+        mm("x", "m") + neg("m", "a") + mm("x", "b") + add("a", "b", "c") + "    return c",
         ["aten.mm.default", "aten.mm.default", "region_0"],
     ),
     "what is read was freed between": (

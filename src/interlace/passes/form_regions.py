@@ -107,13 +107,13 @@ class _Former:
         if any(op.ordering().records for op in program.ops):  # by hand: streams wait for these
             return [(op, self.small.get(i)) for i, op in enumerate(program.ops)]
         uses, small = self.uses, self.small
-        kept = uses.returned | {n for n, buffer in self.buffers.items() if buffer.kind == "input"}
         frees = {op.ordering().frees: i for i, op in enumerate(program.ops)}
         place = [*range(len(program.ops))]
 
-        def last(i: int) -> set[str]:
-            read = {view.buffer for view in small[i].views()} - kept
-            return {name for name in read if max(uses.users[name]) == i}
+        def ending(i: int, before: int) -> set[str]:
+            """What the call reads that nobody reads from an op on: an input may be let go, too."""
+            read = {view.buffer for view in small[i].views()} - uses.returned
+            return {name for name in read if max(uses.users[name]) < before}
 
         for i, call in reversed(small.items()):  # down
             own, read = call.fresh[0], {view.buffer for view in call.views()}
@@ -122,7 +122,7 @@ class _Former:
             first = min(users - {i}, key=lambda j: (place[j], j), default=i)
             if first not in small or place[first] <= i + 1:
                 continue
-            reader, ending = small[first], last(i)
+            reader, longer = small[first], ending(i, place[first])
             changes = [j for name in read for j in (*uses.makers.get(name, ()), frees.get(name, i))]
             if (
                 reader.stream == call.stream
@@ -130,8 +130,8 @@ class _Former:
                 and self.arrived.isdisjoint({view.buffer for view in reader.views()})
                 and not any(i < j <= place[first] for j in changes)
                 and not any(map(self.shared, read))
-                and len(ending) <= 1
-                and all(self.as_large(name, own) for name in ending)
+                and len(longer) <= 1
+                and all(self.as_large(name, own) for name in longer)
             ):
                 place[i] = place[first]
         for i, call in small.items():  # up
@@ -140,7 +140,7 @@ class _Former:
             if place[i] != i or maker not in small or place[maker] >= i - 1:
                 continue
             own = small[maker].fresh[0]
-            alone = own.name in last(i) and self.as_large(own.name, call.fresh[0])
+            alone = own.name in ending(i, i + 1) and self.as_large(own.name, call.fresh[0])
             if alone and small[maker].stream == call.stream:
                 place[i] = place[maker]
         order = sorted(range(len(place)), key=lambda i: (place[i], i))
