@@ -212,7 +212,7 @@ class _Former:
         return [groups[first] for first in sorted(groups)]
 
     def used(self, name: str) -> int:
-        """How many ops touch a buffer; one more if it is returned."""
+        """The number of ops that touch a buffer, and one more if it is returned."""
         users = {*self.uses.users.get(name, ()), *self.uses.makers.get(name, ())}
         return len(users) + (name in self.uses.returned)
 
