@@ -154,6 +154,30 @@ CASES = {
         + "    return c",
         ["aten.mm.default"] * 3 + ["region_0"],
     ),
+    "a norm that leaves out a result": (
+        '    main: call("aten.native_layer_norm_backward.default", x, y, (4,), x, y, None, None, '
+        "(True, False, False), out=(a := f32[4, 4], b := f32[4], c := f32[4]))\n"
+        + neg("a", "d")
+        + "    return d",
+        ["aten.native_layer_norm_backward.default", "aten.neg.default"],
+    ),
+    "what a peer may write between": (
+        '    s = alloc(f32[4, 4], symmetric=tp)\n    main: call("aten.mm.out", x, y, out=s)\n'
+        + mm("x", "m")
+        + mm("y", "n")
+        + add("m", "n", "a")
+        + mm("x", "b")
+        + add("a", "s", "c")
+        + "    main: free(s)\n"
+        + mm("c", "d")
+        + "    return b, d",
+        [
+            "aten.mm.out",
+            "aten.mm.default",
+            *(["aten.mm.default", "aten.add.Tensor"] * 2),
+            "aten.mm.default",
+        ],
+    ),
     "a norm of what is added": (
         add("x", "y", "a")
         + '    main: call("aten._fused_rms_norm.default", a, (4,), None, 1e-5, '

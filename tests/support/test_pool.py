@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_an_expected_death_is_a_result(pool: Pool) -> None:
 def added_on_a_mesh() -> tuple[bool, float]:
     """If what DTensor gives lies on the mesh that it was made on, and its sum over all ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    x = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+    x: Any = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
     y = x + x
     return y.device_mesh is mesh, float(y.sum().full_tensor())
 

@@ -74,9 +74,15 @@ def _small(op: Call) -> bool:
         and len(op.fresh) == NORMS.get(op.fn, 1)
         and not (op.outs or op.written or op.draws or op.facts.unwritten)
         and op.site is None
+        and not (op.fn in NORMS and any(map(_leaves_out, op.args)))
         and not is_heavy(op.fn)
         and _is_fixed((*op.args, *(value for _, value in op.kwargs)))
     )
+
+
+def _leaves_out(value: Arg) -> bool:
+    """True for the mask of a backward that does not compute all its results."""
+    return isinstance(value, tuple) and any(item is False for item in value)
 
 
 def _is_fixed(value: Arg) -> bool:
@@ -111,7 +117,7 @@ class _Former:
         place = [*range(len(program.ops))]
 
         def ending(i: int, before: int) -> set[str]:
-            """What the call reads that nobody reads from an op on: an input may be let go, too."""
+            """The buffers that the call reads and nobody from an op on: an input may go, too."""
             read = {view.buffer for view in small[i].views()} - uses.returned
             return {name for name in read if max(uses.users[name]) < before}
 
@@ -141,7 +147,8 @@ class _Former:
                 continue
             own = small[maker].fresh[0]
             alone = own.name in ending(i, i + 1) and self.as_large(own.name, call.fresh[0])
-            if alone and small[maker].stream == call.stream:
+            apart = not any(self.shared(view.buffer) for view in call.views())
+            if alone and apart and small[maker].stream == call.stream:
                 place[i] = place[maker]
         order = sorted(range(len(place)), key=lambda i: (place[i], i))
         return [(program.ops[i], small.get(i)) for i in order]
