@@ -172,3 +172,11 @@ def test_a_masked_update_gives_the_bits_of_index_put(shape: tuple[int, ...], see
     assert "aten.where.self" in [op.fn for op in calls(found)]
     (result,) = run(found, [x, mask])
     assert torch.equal(result, torch.ops.aten.index_put.default(x, indices, torch.tensor(-2.5)))
+
+
+def test_a_fake_state_is_not_set() -> None:
+    before = torch.get_rng_state()
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="set_rng_state"):
+        state = torch.empty(before.shape, dtype=torch.uint8)
+        torch.ops.interlace.set_rng_state(state, torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -91,8 +91,9 @@ class Compilation:
         """Has AOTAutograd trace for these inputs, and binds what came of it; returns the callable
         for inputs like these. `name` is what the log calls it."""
         plain, wrap = without_waiting(inputs)
-        with compiling(), no_collections():  # torch's graphs are millions of objects, all in use
-            call = trace(plain)
+        with no_collections():  # torch's graphs are millions of objects, all in use
+            with compiling():
+                call = trace(plain)
             self.prepare(name)
         return wrap(call)
 

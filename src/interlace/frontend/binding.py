@@ -324,7 +324,7 @@ class AgreedFacts:
     written: Program | None = None
     """The Program of this rank's file, with the option `schedules`."""
     kept: KeptSchedule | None = None
-    """KeptSchedule of an earlier process, where all ranks have it."""
+    """What an earlier process kept, where all ranks have it."""
 
 
 def agree_on_facts(
