@@ -175,8 +175,9 @@ def test_a_masked_update_gives_the_bits_of_index_put(shape: tuple[int, ...], see
 
 
 def test_a_fake_state_is_not_set() -> None:
-    before = torch.get_rng_state()
-    with FakeTensorMode(), pytest.raises(RuntimeError, match="set_rng_state"):
+    before, mode = torch.get_rng_state(), FakeTensorMode()
+    with mode:
         state = torch.empty(before.shape, dtype=torch.uint8)
+    with mode, pytest.raises(RuntimeError, match="set_rng_state"):
         torch.ops.interlace.set_rng_state(state, torch.device("cpu"))
     assert torch.equal(torch.get_rng_state(), before)
