@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.frontend.view_programs import differences, drawn
+from tests.frontend.view_programs import call_by_torch, differences, drawn
 from tests.runtime.programs import world_group
 from tests.support.captured import capture
-from tests.support.pool import Pool
+from tests.support.pool import Died, Pool
 from torch.distributed._functional_collectives import all_reduce
 
 from interlace.errors import UnsupportedError
@@ -37,7 +37,13 @@ def test_random_views_writes_and_reads_equal_eager(pool: Pool, seed: int, world:
         source, kind = drawn(lambda n: data.draw(st.integers(0, n - 1)))
         if time.monotonic() > end and not wrong:
             return
-        for found in pool(world).run(differences, source, kind, timeout_s=110):
+        for found in pool(world).run(
+            differences, source, kind, timeout_s=110, may_die=range(world)
+        ):
+            if isinstance(found, Died):
+                theirs = pool(world).run(call_by_torch, source, kind, may_die=range(world))
+                dies = any(isinstance(each, Died) for each in theirs)
+                found = "torch: the process ends by itself" if dies else f"{found}: {source}"
             tried.append(found)
             if found and not found.startswith(("torch:", "refused:")):
                 wrong.append(found)
@@ -164,3 +170,23 @@ def test_a_part_that_was_written_before_is_refused(pool: Pool) -> None:
     ((part, whole),) = pool(1).run(at_offsets, after_a_write, [40, 0], timeout_s=110)
     assert "counts in the storage of an input that is written" in str(part)
     assert whole is True
+
+
+DIES = """
+def f(x, y, k):
+    o = []
+    v0 = y.chunk(2, -1)[0]
+    v1 = y.view(6, 4)
+    x[torch.tensor([1, 2])] = k[1:13].view([2, 6])
+    y[1:] = y[:-1].clone()
+    o.append(v0.split(2)[1])
+    o.append(v1 * 1)
+    return o
+"""
+"""torch 2.13 ends the process here, with its own backend, too: it replays the views of a result."""
+
+
+def test_no_process_ends_that_torchs_own_backend_leaves_alive(pool: Pool) -> None:
+    (ours,) = pool(1).run(differences, DIES, "crossed", may_die=[0])
+    (theirs,) = pool(1).run(call_by_torch, DIES, "crossed", may_die=[0])
+    assert isinstance(ours, Died) == isinstance(theirs, Died), ours

@@ -159,6 +159,14 @@ def _same(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     return facts and torch.equal(mine.nan_to_num(), theirs.nan_to_num())
 
 
+def call_by_torch(source: str, kind: str) -> None:
+    """Calls what torch's own backend compiles: a process may end by it."""
+    env = _globals()
+    exec(source, env)
+    with torch.no_grad():
+        _called(torch.compile(env["f"], backend="aot_eager"), kind)
+
+
 def differences(source: str, kind: str) -> str:
     """Differences of a compiled function from eager; empty: none. `torch: ...` where torch's own
     backend differs, too; `refused: ...` where Interlace says that it cannot follow."""

@@ -324,7 +324,7 @@ class AgreedFacts:
     written: Program | None = None
     """The Program of this rank's file, with the option `schedules`."""
     kept: KeptSchedule | None = None
-    """What an earlier process kept, where all ranks have it."""
+    """The schedule that an earlier process kept, where all ranks have it."""
 
 
 def agree_on_facts(
