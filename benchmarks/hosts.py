@@ -172,17 +172,19 @@ def launch(given: argparse.Namespace, ranks: int, command: list[str]) -> int:
             store = ["--master-addr", hosts.address(0), "--master-port", "29500"]
             torchrun = [sys.executable, "-m", "torch.distributed.run", *nodes, *store]
             torchrun += ["--nproc-per-node", str(ranks), *command]
-            inside = ["nsenter", "-t", str(pid), "-n", "-u", "-m", "-p", *torchrun]
+            here = f"--wd={Path.cwd()}"
+            inside = ["nsenter", "-t", str(pid), "-n", "-u", "-m", "-p", here, *torchrun]
             path = f"{ROOT / 'src'}:{ROOT}"
             environ = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+            environ |= {"HOSTS": str(given.hosts), "MBIT": str(given.mbit)}
             away = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
             quiet: dict[str, Any] = away if number else {}
             running.append(subprocess.Popen(inside, env=os.environ | environ, **quiet))
         try:
-            codes = [each.wait(given.timeout) for each in running]
+            codes = [each.wait(given.time_out) for each in running]
             return next((code for code in codes if code), 0)
         except subprocess.TimeoutExpired:
-            print(f"not over after {given.timeout:g} s (--time-out)", file=sys.stderr)
+            print(f"not over after {given.time_out:g} s (--time-out)", file=sys.stderr)
             return 1
         finally:
             for each in running:
