@@ -118,7 +118,11 @@ def run(work: Work, settings: BenchSettings, world: int | None = None) -> Report
     device = pick_device(settings.device, on_this_host)
     size = world or (torch.cuda.device_count() if device == "cuda" else 2)
     size = int(os.environ["WORLD_SIZE"]) if started else size
-    if size < settings.least_ranks:
+    if mirror := getattr(settings, "mirror", None):
+        if started:
+            raise TeamError("--mirror is one process, which is all ranks: start it without torchrun")
+        size = 1
+    elif size < settings.least_ranks:
         raise TeamError(f"{size} rank: a benchmark needs two at least; --device cpu runs anywhere")
     each = functools.partial(on_rank, work, device)
     if not started:
@@ -132,7 +136,8 @@ def on_rank(work: Work, device: str, settings: BenchSettings, tell: Tell) -> Rep
     if settings.as_rivals:  # not where `auto` learns what users' runs take
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "1")  # NCCL's default, which rivals have
     limit, exact = timedelta(seconds=2 * WAIT_S), settings.exact
-    with joined(device, limit, settings.timeout, exact=exact) as where:
+    mirror = getattr(settings, "mirror", None)
+    with joined(device, limit, settings.timeout, exact=exact, mirrored=mirror) as where:
         return work(settings, here(where), tell)
 
 
