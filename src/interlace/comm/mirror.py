@@ -187,6 +187,9 @@ class MirrorGroup(dist.ProcessGroup):
         """Nothing: all ranks are there."""
         return Done()
 
+    def abort(self) -> None:
+        """Nothing: what was issued ends by itself."""
+
     def _reduce(self, tensor: torch.Tensor, op: Any) -> None:
         if op == dist.ReduceOp.SUM:
             tensor.mul_(self.size())
