@@ -118,9 +118,9 @@ def run(work: Work, settings: BenchSettings, world: int | None = None) -> Report
     device = pick_device(settings.device, on_this_host)
     size = world or (torch.cuda.device_count() if device == "cuda" else 2)
     size = int(os.environ["WORLD_SIZE"]) if started else size
-    if mirror := getattr(settings, "mirror", None):
+    if getattr(settings, "mirror", None) is not None:
         if started:
-            raise TeamError("--mirror is one process, which is all ranks: start it without torchrun")
+            raise TeamError("--mirror is one process as all ranks: start it without torchrun")
         size = 1
     elif size < settings.least_ranks:
         raise TeamError(f"{size} rank: a benchmark needs two at least; --device cpu runs anywhere")

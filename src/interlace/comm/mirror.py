@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from interlace.errors import InputError, OptionError, UnsupportedError
 from interlace.ir.types import MAX_RANKS
+from interlace.torch_private import group_name
 
 
 class MirrorStore(dist.Store):
@@ -61,7 +62,7 @@ class MirrorStore(dist.Store):
         """Returns at once where all are there; no other process leaves any."""
         self._kept.wait(keys, timeout)
 
-    def deleteKey(self, key: str) -> bool:  # noqa: N802  # as C++ calls it
+    def deleteKey(self, key: str) -> bool:  # as C++ calls it
         """Removes a note."""
         return self._kept.delete_key(key)
 
@@ -93,7 +94,7 @@ class MirrorGroup(dist.ProcessGroup):
     """
 
     def __init__(self, rank: int, size: int, library: str = "mirror") -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # pyright: ignore  # its stub has the other form alone
         self._library = library
         self._sent = defaultdict[tuple[int, int], SimpleQueue[Any]](SimpleQueue)
         self._taken: list[Callable[[], None]] | None = None
@@ -105,9 +106,9 @@ class MirrorGroup(dist.ProcessGroup):
     @property
     def group_name(self) -> str:
         """The name in this process; torch's own wants a backend of C++."""
-        return dist.distributed_c10d._world.pg_names[self]
+        return group_name(self)
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         """The same, for torch."""
         return self._library
 

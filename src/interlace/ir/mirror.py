@@ -79,7 +79,7 @@ def _refuse(program: Program, what: str, fix: str) -> NoReturn:
 
 def _reflected(op: Op) -> Op:
     """A Put or a Get with the remote view of the rank whose peer this rank is; others as is."""
-    if not isinstance(op, Put | Get) or not isinstance(op.peer, RankIndex):
+    if not isinstance(op, Put | Get) or isinstance(op.peer, int):
         return op
     team, away = op.team, op.peer.offset
 
@@ -89,5 +89,6 @@ def _reflected(op: Op) -> Op:
     other = map_values(op, seen)
     if isinstance(op, Put) and isinstance(other, Put):
         return replace(op, dst=other.dst)
-    assert isinstance(op, Get) and isinstance(other, Get)
-    return replace(op, src=other.src, dst=op.target)
+    if isinstance(op, Get) and isinstance(other, Get):
+        return replace(op, src=other.src, dst=op.target)
+    return op
