@@ -172,6 +172,10 @@ class MirrorGroup(dist.ProcessGroup):
             raise UnsupportedError("a mirror team exchanges even parts. fix: run on real ranks")
         return self._allgather_base(out, _rows(own, self.size())[self.rank()])
 
+    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
+    all_to_all_single = alltoall_base
+    """As torch 2.13 calls them."""
+
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Done:
         """Nothing: the root has what this rank has."""
         return Done()
@@ -192,12 +196,11 @@ class MirrorGroup(dist.ProcessGroup):
         """Nothing: what was issued ends by itself."""
 
     def _reduce(self, tensor: torch.Tensor, op: Any) -> None:
+        """As many equal values: their mean, least and most is that value."""
         if op == dist.ReduceOp.SUM:
             tensor.mul_(self.size())
         elif op == dist.ReduceOp.PRODUCT:
             tensor.pow_(self.size())
-        elif op not in (dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
-            raise UnsupportedError(f"a mirror team does not reduce by {op}. fix: sum, or average")
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Done:
         """A message: it comes back as one from the rank that is as far away on the other side."""
