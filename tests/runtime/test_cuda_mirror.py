@@ -3,6 +3,7 @@ all ends that its engine issues on one GPU."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 from types import SimpleNamespace
 from unittest import mock
@@ -10,7 +11,8 @@ from unittest import mock
 import pytest
 import torch
 from tests.comm.test_device_memory import Blocks
-from tests.runtime.cuda_sites import SIMULATED, WORLD, logs_of, program
+from tests.runtime import test_cuda_graphs_simulated as simulated_graphs
+from tests.runtime.cuda_sites import SERVED, SIMULATED, WORLD, logs_of, program
 from tests.support import fake_cuda
 from tests.support.fake_cuda import fake_engine
 from tests.support.fake_device import simulate
@@ -24,28 +26,48 @@ from interlace.ir.mirror import mirrored
 from interlace.options import Options
 
 
-@pytest.mark.parametrize("in_order", [False, True], ids=["overlapped", "in-order"])
-@pytest.mark.parametrize(("site", "strategy"), SIMULATED)
-def test_no_stream_waits_for_ever(
-    site: str, strategy: str, in_order: bool, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    """Copies to itself need a processor, of which a kernel that waits for them leaves none."""
-
+@pytest.fixture
+def _own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words of all members are rank 0's, each for the member on the other side."""
     word = fake_cuda.word
 
     def own(signal: str, reader: int, writer: int, space: int = 0) -> int:
-        """The words of all members are rank 0's."""
         return word(signal, 0, seen_by(0, reader, WORLD) if reader else writer, space)
 
-    mirrors = mirrored(program(site, strategy))
-    with fake_engine(mirrors, 0, Options(in_order=in_order)) as fake:
-        assert simulate([logs_of(fake, site, 6)], random.Random(seed)), "it raises words of peers"
     monkeypatch.setattr(fake_cuda, "word", own)
     monkeypatch.setattr(fake_cuda.FakeSide, "shares_gpu", True)
+
+
+@pytest.mark.parametrize("in_order", [False, True], ids=["overlapped", "in-order"])
+@pytest.mark.parametrize(("site", "strategy"), SIMULATED)
+@pytest.mark.usefixtures("_own_words")
+def test_no_stream_waits_for_ever(site: str, strategy: str, in_order: bool, seed: int) -> None:
+    """Copies to itself need a processor, of which a kernel that waits for them leaves none."""
+    mirrors = mirrored(program(site, strategy))
     with fake_engine(mirrors, 0, Options(in_order=in_order)) as fake:
         logs = logs_of(fake, site, 6)
         for number in range(5):
             assert not simulate([logs], random.Random(seed + number), one_gpu=True)
+
+
+def test_one_whose_words_are_its_peers_waits_for_ever(seed: int) -> None:
+    with fake_engine(mirrored(program("gather", "put")), 0) as fake:
+        assert simulate([logs_of(fake, "gather", 2)], random.Random(seed), one_gpu=True)
+
+
+@pytest.mark.parametrize("in_order", [False, True], ids=["overlapped", "in-order"])
+@pytest.mark.parametrize(("site", "strategy"), SERVED)
+@pytest.mark.usefixtures("_own_words")
+def test_graphs_replayed_in_turn_end(
+    site: str, strategy: str, in_order: bool, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Words that a graph raises, and takes back from the other, are its own."""
+    monkeypatch.setattr(simulated_graphs, "check", lambda made: SimpleNamespace(sound=True))
+    with contextlib.ExitStack() as stack:
+        mirrors = mirrored(program(site, strategy))
+        replays = simulated_graphs.Replays(mirrors, stack, in_order=in_order)
+        for number in range(5):
+            assert not simulate([replays.logs[0]], random.Random(seed + number), one_gpu=True)
 
 
 class Words(Blocks):

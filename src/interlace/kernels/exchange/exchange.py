@@ -153,6 +153,11 @@ class PeerExchange:
         self.blocks = min(blocks, MAX_BLOCKS, max(self.tiles, 1))
         assert len(staging_ptrs) == len(flag_ptrs) == size
         away = [0 if seen_by is None else seen_by(peer) - rank for peer in range(size)]
+        if any(away) and any(len({*counts}) > 1 for counts in moves.tables[1::2]):
+            raise UnsupportedError(
+                f"{kind} of {sum(parts)} elements is cut unevenly, and in a mirror team each rank "
+                "does what all do. fix: take another transport, or run it on real ranks"
+            )
         slot = moves.slot * unit
         stages = tuple([ptr + slot * by for ptr, by in zip(staging_ptrs, away, strict=True)])
         flags = tuple([ptr + 4 * by for ptr, by in zip(flag_ptrs, away, strict=True)])
