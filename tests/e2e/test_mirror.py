@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests.gpu.cases import KINDS, STRATEGIES, program_of, run
 from tests.runtime.programs import world_group
 from tests.support.mirrored import executor_of, on, wrong_layer, wrong_sites
+from tests.test_docs import of_page
 from typer.testing import CliRunner
 
 import interlace
@@ -121,6 +122,13 @@ def f(tp: Team[2], x: f32[8, 8], y: out[f32[8, 8]]):
             Executor(parse(text), groups={"tp": world_group()}).prepare()
         with executor_of(on("cpu", "matmul_all_reduce", 2, "f32"), "serial") as executor:
             assert executor.engine is not None, "and nothing had changed"
+
+
+def test_the_test_on_the_page_passes() -> None:
+    names: dict[str, Any] = {}
+    (block,) = of_page("docs/how-to/gpus.md")
+    exec(block.code, names)
+    names["test_a_step_of_one_rank_of_four"]()
 
 
 def bench(*args: str, code: int = 0) -> str:

@@ -67,7 +67,7 @@ class MirrorStore(dist.Store):
         return self._kept.delete_key(key)
 
 
-class Done(dist.Work):
+class Done(dist.distributed_c10d.Work):
     """Work that ends with a function, or had ended when it was issued."""
 
     def __init__(self, end: Callable[[float], object] | None = None) -> None:
@@ -117,25 +117,13 @@ class MirrorGroup(dist.ProcessGroup):
         return MirrorGroup(self.rank(), self.size(), library)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Done:
-        """What all ranks alike have, reduced."""
+        """Reduces what all ranks have alike."""
         for tensor in tensors:
             self._reduce(tensor, opts.reduceOp)
         return Done()
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Done:
-        """`allreduce` of several."""
-        return self.allreduce(tensors, opts)
-
     def _allgather_base(self, out: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Done:
         _rows(out, self.size()).copy_(own.reshape(1, -1).expand(self.size(), -1))
-        return Done()
-
-    def allgather_into_tensor_coalesced(
-        self, outs: list[torch.Tensor], own: list[torch.Tensor], opts: Any = None
-    ) -> Done:
-        """All-gathers of several."""
-        for out, each in zip(outs, own, strict=True):
-            self._allgather_base(out, each)
         return Done()
 
     def allgather(
@@ -150,14 +138,6 @@ class MirrorGroup(dist.ProcessGroup):
     def _reduce_scatter_base(self, out: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Done:
         out.reshape(-1).copy_(_rows(own, self.size())[self.rank()])
         return self.allreduce([out], opts)
-
-    def reduce_scatter_tensor_coalesced(
-        self, outs: list[torch.Tensor], own: list[torch.Tensor], opts: Any = None
-    ) -> Done:
-        """Reduce-scatters of several."""
-        for out, each in zip(outs, own, strict=True):
-            self._reduce_scatter_base(out, each, opts)
-        return Done()
 
     def alltoall_base(
         self,

@@ -85,7 +85,7 @@ FLOAT8_LIMIT = 2.0
 ASYNC_TP = {"_micro_pipeline_tp": True}
 CUDA_GRAPHS = {"triton.cudagraphs": True}
 OURS = ("compile", "layers")
-"""How the names of our ways begin."""
+"""Beginnings of the names of our ways."""
 IN_GRAPHS: dict[str, Any] = {"graph": True, "static_outputs": True}
 """Options of ours for CUDA graphs."""
 
