@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import Board
+from interlace.comm.mirror import MirrorGroup
 from interlace.comm.teams import host
 from interlace.errors import BackendError, TeamError
 from interlace.launch import Report, Tell, joined, launch
@@ -192,4 +193,5 @@ def _board(members: Sequence[int], me: int) -> Board:
     """Where these ranks meet; each of them makes one."""
     store = default_store()
     generation = Board(store, (), me, "interlace/bench").count(f"joined/{me}")
-    return Board(store, members, me, f"interlace/bench/{generation}/{members[0]}")
+    mirrors, prefix = isinstance(dist.group.WORLD, MirrorGroup), f"interlace/bench/{generation}"
+    return Board(store, members, me, f"{prefix}/{members[0]}", mirrors=mirrors)

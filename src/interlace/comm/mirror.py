@@ -4,8 +4,8 @@
         model = parallelize_module(model, init_device_mesh("cpu", (4,)), plan)
         torch.compile(model, backend="interlace")(x)
 
-It runs a schedule for N ranks as each of them would, but for the link. Everything follows from two
-places. In the store, what the rank leaves under its own number it leaves under all others too: so
+It runs a schedule for N ranks as each of them would, but for the link. Everything follows from
+two places. What the rank leaves on a board under its own number it leaves under all others too: so
 set-up finds the notes of all ranks, and maps the rank's own memory as each peer's. And a process
 group whose collectives and messages come back: every peer gives what the rank gives. What ops of a
 Program reach in a peer's memory is in ir/mirror.py.
@@ -26,45 +26,6 @@ import torch.distributed as dist
 from interlace.errors import InputError, OptionError, UnsupportedError
 from interlace.ir.types import MAX_RANKS
 from interlace.torch_private import group_name
-
-
-class MirrorStore(dist.Store):
-    """A store of one process, in which each note of a rank is one of every rank."""
-
-    def __init__(self, size: int, rank: int = 0) -> None:
-        super().__init__()
-        self._kept, self._size, self._own = dist.HashStore(), size, f"/{rank}"
-
-    def set(self, key: str, value: Any) -> None:
-        """Leaves a note; what ends in the rank's number, for each rank."""
-        self._kept.set(key, value)
-        if key.endswith(self._own):
-            for rank in range(self._size):
-                self._kept.set(f"{key.removesuffix(self._own)}/{rank}", value)
-
-    def get(self, key: str) -> bytes:
-        """The note under a key, which is there."""
-        return self._kept.get(key)
-
-    def add(self, key: str, amount: int) -> int:
-        """Counts on."""
-        return self._kept.add(key, amount)
-
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        """Leaves a note where the one under the key is the expected."""
-        return self._kept.compare_set(key, expected, desired)
-
-    def check(self, keys: list[str]) -> bool:
-        """True if all are there."""
-        return self._kept.check(keys)
-
-    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=1)) -> None:
-        """Returns at once where all are there; no other process leaves any."""
-        self._kept.wait(keys, timeout)
-
-    def deleteKey(self, key: str) -> bool:  # as C++ calls it
-        """Removes a note."""
-        return self._kept.delete_key(key)
 
 
 class Done(dist.distributed_c10d.Work):
@@ -97,7 +58,7 @@ class MirrorGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # pyright: ignore  # its stub has the other form alone
         self._library = library
         self._sent = defaultdict[tuple[int, int], SimpleQueue[Any]](SimpleQueue)
-        self._taken: list[Callable[[], None]] | None = None
+        self._taken: list[Callable[[float], None]] | None = None
 
     def name(self) -> str:
         """The name of the backend."""
@@ -107,14 +68,6 @@ class MirrorGroup(dist.ProcessGroup):
     def group_name(self) -> str:
         """The name in this process; torch's own wants a backend of C++."""
         return group_name(self)
-
-    def getBackendName(self) -> str:
-        """The same, for torch."""
-        return self._library
-
-    def as_backend(self, library: str) -> MirrorGroup:
-        """The same in the place of a backend of torch."""
-        return MirrorGroup(self.rank(), self.size(), library)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Done:
         """Reduces what all ranks have alike."""
@@ -126,18 +79,29 @@ class MirrorGroup(dist.ProcessGroup):
         _rows(out, self.size()).copy_(own.reshape(1, -1).expand(self.size(), -1))
         return Done()
 
-    def allgather(
-        self, outs: list[list[torch.Tensor]], own: list[torch.Tensor], opts: Any = None
-    ) -> Done:
-        """All-gathers into a tensor a rank."""
-        for parts, each in zip(outs, own, strict=True):
-            for part in parts:
-                part.copy_(each)
-        return Done()
-
     def _reduce_scatter_base(self, out: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Done:
         out.reshape(-1).copy_(_rows(own, self.size())[self.rank()])
         return self.allreduce([out], opts)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Done:
+        """An all-reduce of torch's functional collectives."""
+        return self.allreduce(tensors, opts)
+
+    def allgather_into_tensor_coalesced(
+        self, outs: list[torch.Tensor], own: list[torch.Tensor], opts: Any = None
+    ) -> Done:
+        """Their all-gather."""
+        for out, each in zip(outs, own, strict=True):
+            self._allgather_base(out, each)
+        return Done()
+
+    def reduce_scatter_tensor_coalesced(
+        self, outs: list[torch.Tensor], own: list[torch.Tensor], opts: Any = None
+    ) -> Done:
+        """Their reduce-scatter."""
+        for out, each in zip(outs, own, strict=True):
+            self._reduce_scatter_base(out, each, opts)
+        return Done()
 
     def alltoall_base(
         self,
@@ -152,8 +116,9 @@ class MirrorGroup(dist.ProcessGroup):
             raise UnsupportedError("a mirror team exchanges even parts. fix: run on real ranks")
         return self._allgather_base(out, _rows(own, self.size())[self.rank()])
 
-    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
-    all_to_all_single = alltoall_base
+    all_gather_single: Any = _allgather_base
+    reduce_scatter_single: Any = _reduce_scatter_base
+    all_to_all_single: Any = alltoall_base
     """As torch 2.13 calls them."""
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Done:
@@ -190,12 +155,12 @@ class MirrorGroup(dist.ProcessGroup):
         return Done()
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Done:
-        """Takes a message: a CPU waits until it is sent, on CUDA it was issued before."""
+        """Takes a message, at the end of this work: on CUDA it was issued before that."""
         (tensor,), queue = tensors, self._sent[peer, tag]
 
         def take(limit: float) -> None:
             try:
-                message, event = queue.get(timeout=limit) if limit else queue.get_nowait()
+                message, event = queue.get(timeout=limit)
             except Empty:
                 raise RuntimeError(f"no message of rank {peer} came in {limit:g} s") from None
             if event is not None:
@@ -203,22 +168,16 @@ class MirrorGroup(dist.ProcessGroup):
                 message.record_stream(torch.cuda.current_stream())
             tensor.copy_(message)
 
-        if not tensor.is_cuda:
-            return Done(take)
-        if self._taken is None:
-            take(0.0)
-        else:
-            self._taken.append(lambda: take(0.0))
-        return Done()
+        if self._taken is not None:
+            self._taken.append(take)
+        return Done(take)
 
     def _start_coalescing(self, device: Any = None) -> None:
         self._taken = []
 
     def _end_coalescing(self, device: Any = None) -> Done:
-        taken, self._taken = self._taken, None
-        for take in taken or ():
-            take()
-        return Done()
+        taken, self._taken = self._taken or [], None
+        return Done(lambda limit: [take(limit) for take in taken])
 
 
 def _rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
@@ -268,8 +227,7 @@ def mirror(size: int) -> Iterator[MirrorGroup]:
     if not hasattr(dist.Backend, "MIRROR"):
         made = lambda store, rank, size, timeout: MirrorGroup(rank, size)  # noqa: E731
         dist.Backend.register_backend("mirror", made, devices=["cpu", "cuda"])
-    store = MirrorStore(size)  # kept here: C++ holds its own half alone
-    dist.init_process_group("mirror", store=store, rank=0, world_size=size)
+    dist.init_process_group("mirror", store=dist.HashStore(), rank=0, world_size=size)
     try:
         group: Any = dist.group.WORLD
         yield group

@@ -89,7 +89,9 @@ class TeamComm:
             raise TeamError(f"rank {rank} is not in the process group of team {name!r}")
         self.name, self.rank, self.me = name, rank, self.ranks.index(rank)
         self.lock = threading.RLock()
-        self.board = Board(store, self.ranks, rank, limit_s=limit_s)
+        self.mirrors = isinstance(group, MirrorGroup)
+        """True if this rank is its own peers (mirror.py)."""
+        self.board = Board(store, self.ranks, rank, limit_s=limit_s, mirrors=self.mirrors)
         self._control: Control | None = None
         self._lives: list[PeerProcess] = []
         self.resets = 0
@@ -111,11 +113,6 @@ class TeamComm:
     @property
     def size(self) -> int:
         return len(self.ranks)
-
-    @property
-    def mirrors(self) -> bool:
-        """True if this rank is its own peers (mirror.py)."""
-        return isinstance(self.group(), MirrorGroup)
 
     def seen_by(self, member: int) -> int:
         """As which member another one knows this rank."""
