@@ -14,7 +14,7 @@ from interlace.cost.simulate import simulate
 from interlace.errors import UnsupportedError
 from interlace.ir import Expect, Fused, Get, Group, Notify, Op, Program, Put, Recv, Send, parse
 from interlace.ir.mirror import mirrored
-from interlace.ir.types import Others
+from interlace.ir.types import Others, Team
 from interlace.verify import check
 
 ONE_SIDED = """
@@ -117,6 +117,17 @@ def f(tp: Team[2], x: f32[8, 8], y: out[f32[8, 8]]):
     main: broadcast(x, y, root=0, team=tp)
 """,
         r"has a root in op 0 \(broadcast\)",
+    ),
+    "counts that are data": (
+        """
+def f(tp: Team[2], x: f32[8, 8], s: i64[2], r: i64[2], y: out[f32[8, 8]]):
+    main: all_to_all(x, y, sent=s, received=r, team=tp)
+""",
+        "exchanges counts that are data in op 0",
+    ),
+    "several hosts": (
+        Program(name="f", teams=(Team("tp", 4, hosts=((0, 1), (2, 3))),)),
+        "has team tp on several hosts",
     ),
 }
 
