@@ -256,6 +256,7 @@ def groups(store: dist.Store) -> bool:
             and backend.name() == "gloo"
             and private.default_store() is not None
             and private.resolve_process_group(group.group_name) is group
+            and private.group_name(group) == group.group_name
             and private.flight_records().keys() <= {"nccl", "gloo"}
             and not private.uses_agents_store()
         )
@@ -289,7 +290,7 @@ def process_groups() -> bool:
 SHARED: dict[Callable[[], bool], str] = {
     fakes: "FakeTensor FakeTensorMode detect_fake_mode unset_fake_temporarily",
     foreach: "foreach_add_ foreach_copy_ foreach_lerp foreach_lerp_ foreach_mul_",
-    process_groups: "backend_of backends_of default_group default_store flight_records "
+    process_groups: "backend_of backends_of default_group default_store flight_records group_name "
     "is_process_group live_groups process_groups resolve_process_group uses_agents_store",
     contexts: "TracingContext tracing",
     under_autocast: "DisableAutocast is_any_autocast_enabled",

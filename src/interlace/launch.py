@@ -216,29 +216,39 @@ def prepare_for_gpus(environment: MutableMapping[str, str], exact: bool = False)
 
 @contextlib.contextmanager
 def joined(
-    device: str, limit: timedelta, timeout_s: float, exact: bool = False, **how: Any
+    device: str,
+    limit: timedelta,
+    timeout_s: float,
+    exact: bool = False,
+    mirrored: int | None = None,
+    **how: Any,
 ) -> Iterator[torch.device]:
     """This rank's device, with the default process group around it: gloo, and NCCL for GPUs.
 
     The environment says who else there is, or `how` does, to `init_process_group`. `limit` bounds
     torch's own waits; what hangs for `timeout_s` prints its stacks and ends. With `exact`, equal
     computations on a GPU give equal bits. At the end the group is destroyed, or aborted after an
-    error, for then the others may never come to what is still waited for.
+    error, for then the others may never come to what is still waited for. With `mirrored` it is a
+    group of so many ranks, all of them this process.
     """
     import torch
     import torch.distributed as dist
+
+    from interlace.comm.mirror import mirror
 
     prepare_for_gpus(os.environ, exact)
     stderr = sys.__stderr__ or sys.stderr
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=stderr)
     try:
+        where = torch.device("cpu")
         if device == "cuda":
             where = _gpu(int(os.environ.get("LOCAL_RANK", "0")), exact)
-            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=limit, device_id=where, **how)
-        else:
-            where = torch.device("cpu")
-            dist.init_process_group("gloo", timeout=limit, **how)
-        yield where
+        with mirror(mirrored) if mirrored else contextlib.nullcontext():
+            if mirrored is None and device == "cuda":
+                dist.init_process_group("cpu:gloo,cuda:nccl", timeout=limit, device_id=where, **how)
+            elif mirrored is None:
+                dist.init_process_group("gloo", timeout=limit, **how)
+            yield where
     except BaseException:
         faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=stderr)
         _leave(failed=device == "cuda")

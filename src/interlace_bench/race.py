@@ -533,6 +533,26 @@ def held(ranks: Ranks) -> float:
     return in_use(ranks)
 
 
+def busy(ranks: Ranks, launch: Callable[[], Any]) -> float:
+    """Seconds in which a kernel or copy runs while something is launched; NaN without a GPU."""
+    if not ranks.cuda:
+        return math.nan
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        launch()
+        torch.cuda.synchronize()
+    spans = [
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events() or ()
+        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
+    ]
+    total, end = 0.0, -math.inf
+    for first, last in sorted(spans):
+        total += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return total / 1e6
+
+
 def peak(ranks: Ranks, launch: Callable[[], Any]) -> float:
     """Most bytes that are in use while something is launched: what a user's device shows, with all
     that stays reserved for graphs, slots, memory of peers and NCCL's buffers."""

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import Board
+from interlace.comm.mirror import MirrorGroup
 from interlace.comm.teams import host
 from interlace.errors import BackendError, TeamError
 from interlace.launch import Report, Tell, joined, launch
@@ -118,7 +119,11 @@ def run(work: Work, settings: BenchSettings, world: int | None = None) -> Report
     device = pick_device(settings.device, on_this_host)
     size = world or (torch.cuda.device_count() if device == "cuda" else 2)
     size = int(os.environ["WORLD_SIZE"]) if started else size
-    if size < settings.least_ranks:
+    if getattr(settings, "mirror", None) is not None:
+        if started:
+            raise TeamError("--mirror is one process as all ranks: start it without torchrun")
+        size = 1
+    elif size < settings.least_ranks:
         raise TeamError(f"{size} rank: a benchmark needs two at least; --device cpu runs anywhere")
     each = functools.partial(on_rank, work, device)
     if not started:
@@ -132,7 +137,8 @@ def on_rank(work: Work, device: str, settings: BenchSettings, tell: Tell) -> Rep
     if settings.as_rivals:  # not where `auto` learns what users' runs take
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "1")  # NCCL's default, which rivals have
     limit, exact = timedelta(seconds=2 * WAIT_S), settings.exact
-    with joined(device, limit, settings.timeout, exact=exact) as where:
+    mirror = getattr(settings, "mirror", None)
+    with joined(device, limit, settings.timeout, exact=exact, mirrored=mirror) as where:
         return work(settings, here(where), tell)
 
 
@@ -187,4 +193,5 @@ def _board(members: Sequence[int], me: int) -> Board:
     """Where these ranks meet; each of them makes one."""
     store = default_store()
     generation = Board(store, (), me, "interlace/bench").count(f"joined/{me}")
-    return Board(store, members, me, f"interlace/bench/{generation}/{members[0]}")
+    mirrors, prefix = isinstance(dist.group.WORLD, MirrorGroup), f"interlace/bench/{generation}"
+    return Board(store, members, me, f"{prefix}/{members[0]}", mirrors=mirrors)

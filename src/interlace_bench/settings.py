@@ -29,6 +29,10 @@ Small = Annotated[
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Say on stderr what is under way.")]
 World = Annotated[int | None, typer.Option(min=2, help="Ranks; default: a rank for each GPU.")]
+Mirror = Annotated[
+    int | None,
+    typer.Option(min=2, help="Ranks, all of them this one process: its schedule without a link."),
+]
 
 STRATEGIES = ("serial", "pipeline", "get", "put", "fused", "exchange", "ring", "auto")
 """Our strategies by the name that rows of overlap give them; `get` and `put` are `peer`."""
@@ -175,9 +179,12 @@ class TransformerSettings(RaceSettings):
     strategy: Strategy = "auto"
     calibration: Calibration = None
     world: World = None
+    mirror: Mirror = None
 
     def __post_init__(self) -> None:
         RaceSettings.__post_init__(self)
+        if self.mirror is not None and self.world is not None:
+            raise OptionError("--mirror is one process in place of --world: give one of them")
         if min(*self.depths, self.sequence, self.batch) < 1:
             raise OptionError("--layers, --sequence and --batch must be >= 1")
         for form in words(self.forms):

@@ -87,7 +87,7 @@ def dist_gemm_off() -> tuple[str, float]:
     given: Any = {"model": "tiny", "sequence": 32, "batch": 2, "dtype": "f32"}
     trained = LayerVariants(TransformerSettings(**given), here(CPU))
     with pytest.raises(UnsupportedError) as refused:
-        trained._training("dist-gemm")
+        trained.training("dist-gemm")
     training = trained._on_shards(DistGemm(trained._group, linear))
     original = torch.mm
 

@@ -11,7 +11,7 @@ import torch
 from tests.kernels.exchange_support import Emulated, exchange_reference, late
 
 from interlace.errors import UnsupportedError
-from interlace.kernels.exchange.exchange import REDUCED, PeerExchange, staging_nbytes
+from interlace.kernels.exchange.exchange import LINE, REDUCED, PeerExchange, staging_nbytes
 from interlace.kernels.exchange.moves import GRAIN, balanced, moves_of
 from interlace.passes.strategies.write import EXCHANGED
 from interlace.runtime.values import DTYPES
@@ -285,3 +285,37 @@ def test_what_does_not_fit_or_has_no_sum_is_refused() -> None:
         PeerExchange("all_gather", torch.float32, (999, 999), 0, 2, cpu, none, 4096, none, 0)
     with pytest.raises(UnsupportedError, match="does not reduce"):
         exchange("all_reduce", torch.complex64, (4,), 2)
+
+
+def mirrored_call(kind: str, x: torch.Tensor, size: int, one_shot: bool) -> torch.Tensor:
+    """The result of rank 0 of a team whose staging and flags are all its own."""
+    team, parts = Emulated(size, 1 << 20), (len(x) // (1 if kind == "all_gather" else size),) * size
+    seen = {"seen_by": lambda peer: -peer % size, "one_shot": one_shot}
+    one = team.exchange(0, kind, x.dtype, parts if kind != "all_reduce" else (len(x),), **seen)
+    stages, flags = one.arguments[1:3]  # addresses from 0 on
+    team.stages = [team.stages[0][at:] for at in stages]
+    team.flags = [team.flags[0][at // 4 :] for at in flags]
+    y = torch.empty(one.moves.taken, dtype=x.dtype)
+    for step in range(3):
+        team._step(one, step, x, y)
+        raised = team.flags[0].view(2, -1, LINE)[:, : one.blocks, 1:size] == 1
+        assert raised[: 1 + (step > 0 and one.moves.twice)].all(), "what it waits for next"
+    return y
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_rank_that_is_its_own_peers(size: int, seed: int) -> None:
+    """A peer's part is what this rank has for the peer on its other side."""
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randint(-9, 9, (size * size * GRAIN,), generator=rng).float()
+    assert torch.equal(mirrored_call("all_gather", x, size, False), torch.cat([x] * size))
+    parts = x.view(size, -1)
+    assert torch.equal(mirrored_call("reduce_scatter", x, size, False), parts.sum(0))
+    assert torch.equal(mirrored_call("all_reduce", x, size, True), size * x)
+    both = torch.cat([parts.sum(0)] * size)
+    assert torch.equal(mirrored_call("all_reduce", x, size, False), both)
+    turned = torch.cat([parts[-peer % size] for peer in range(size)])
+    assert torch.equal(mirrored_call("all_to_all", x, size, False), turned)
+    with pytest.raises(UnsupportedError, match="is cut unevenly, and in a mirror team"):
+        mirrored_call("all_reduce", x[:-GRAIN], size, False)

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from interlace.comm.mirror import MirrorGroup
 from interlace.comm.rendezvous.board import named
 from interlace.comm.rendezvous.liveness import END_S, can_open, silent_store
 from interlace.comm.rendezvous.patience import LONGER, Errand, Patience
@@ -308,6 +309,8 @@ class Connections:
     ) -> BackendGroup:
         """The user's backend or a new one, once all ranks have it: see the Note above."""
         (name, device), team, board = key, self._team, self._team.board
+        if team.mirrors:
+            return MirrorGroup(team.me, team.size, name)
         topic = f"{team.topic or team.key}/{name}/{device}"
         place, unspent = f"{topic}/{where}", board.read(self._mark(key)) is None
         first, serves = board.first(f"{topic}/first", [where, unspent])

@@ -51,6 +51,7 @@ from interlace.comm.between_hosts import HostsControl
 from interlace.comm.control import NBYTES, Control, called_reset
 from interlace.comm.host.shared_memory import default_folder, share
 from interlace.comm.host.slots import SlotPool
+from interlace.comm.mirror import MirrorGroup, seen_by
 from interlace.comm.rendezvous.board import LOOK_EVERY_S, STORE_S, Board, Party, meet, named
 from interlace.comm.rendezvous.liveness import PeerProcess, boot_id, precedes
 from interlace.errors import BackendError, InterlaceError, TeamError
@@ -88,7 +89,9 @@ class TeamComm:
             raise TeamError(f"rank {rank} is not in the process group of team {name!r}")
         self.name, self.rank, self.me = name, rank, self.ranks.index(rank)
         self.lock = threading.RLock()
-        self.board = Board(store, self.ranks, rank, limit_s=limit_s)
+        self.mirrors = isinstance(group, MirrorGroup)
+        """True if this rank is its own peers (mirror.py)."""
+        self.board = Board(store, self.ranks, rank, limit_s=limit_s, mirrors=self.mirrors)
         self._control: Control | None = None
         self._lives: list[PeerProcess] = []
         self.resets = 0
@@ -110,6 +113,10 @@ class TeamComm:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def seen_by(self, member: int) -> int:
+        """As which member another one knows this rank."""
+        return seen_by(self.me, member, self.size) if self.mirrors else self.me
 
     @property
     def is_gone(self) -> bool:

@@ -27,6 +27,7 @@ from interlace.cost import Timeline
 from interlace.cost.memory import lasting_bytes
 from interlace.errors import ExecutorError, SizeError, TeamError
 from interlace.ir import Program, validate
+from interlace.ir.mirror import mirrored
 from interlace.ir.program import exchanged_sizes, lasting_sizes, no_collections
 from interlace.ir.sizes import FIXED, named, settled
 from interlace.ir.types import Member
@@ -204,6 +205,7 @@ class Executor:
         """The proof of the Program that an earlier process made, if one did."""
         self._shared = TeamResources({}, {}, {})
         self._backends: list[tuple[str, str]] = []
+        self._text = program
         self.engine: Engine | None = None
         """Once prepared: what runs the Program on the device."""
         self._kept = Teardown()
@@ -252,6 +254,8 @@ class Executor:
             self._teams[name] = team
             if self.options.transport not in ("auto", "peer"):  # also where no op needs it
                 self._backend_name(name, None)
+        mirrors = any(team.mirrors for team in self._teams.values())
+        self._text = mirrored(self.program) if mirrors else self.program
         if teams := self._ordered():
             self._lock = teams[0].lock if len(teams) == 1 else TeamLocks(teams)
         self._wait_for_lock()
@@ -314,7 +318,7 @@ class Executor:
         """This rank's own Program, for the class of sizes that all ranks run, or for the sizes at
         hand where these have no class in common. The sizes that any rank's exchanges depend on are
         the same on all of them, whose tags and bounds are then alike."""
-        own, report = self.program.instantiate(self.rank), agreement.report
+        own, report = self._text.instantiate(self.rank), agreement.report
         programs = [own] if own.sizes.sizes or report.sizes.sizes else []
         if programs and agreement.texts:
             programs = agreement.programs(self.program, self.rank)

@@ -185,6 +185,11 @@ def abort_process_group() -> None:
     dist.distributed_c10d._abort_process_group()
 
 
+def group_name(group: dist.ProcessGroup) -> str:
+    """Name of a process group here; of a Python class, which torch's own property has none of."""
+    return dist.distributed_c10d._world.pg_names[group]
+
+
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Backend of a process group for a device; RuntimeError where it has none."""
     return group._get_backend(device)

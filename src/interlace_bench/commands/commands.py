@@ -97,7 +97,8 @@ BENCHMARKS = (
         layers: {layers} {form} | way: {way} | fwd: {forward_ms:.3f} | bwd: {backward_ms:.3f} |
         step: {step_ms:.3f} | tok/s: {tokens_s:.0f} | TFLOP/s: {tflops:.3g} |
         exposed: {exposed_ms:.3f} | share: {exposed_share:.1%} |
-        x nccl: {speedup:.3f} | GiB: {peak_bytes_gib:.2f} |
+        x nccl: {speedup:.3f} | host us: {host_us:.0f} | idle: {idle_share:.1%} |
+        GiB: {peak_bytes_gib:.2f} |
         torch's: {torch_peak_bytes_gib:.2f} | at rest: {rest_bytes_gib:.2f}""",
     ),
     Benchmark(

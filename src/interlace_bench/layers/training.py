@@ -60,6 +60,7 @@ from interlace_bench.race import (
     Racer,
     Variant,
     benchmark,
+    busy,
     held,
     median,
     peak,
@@ -83,6 +84,8 @@ FLOAT8_LIMIT = 2.0
 """Largest deviation of FP8's results: Note [What FP8 may be off]."""
 ASYNC_TP = {"_micro_pipeline_tp": True}
 CUDA_GRAPHS = {"triton.cudagraphs": True}
+OURS = ("compile", "layers")
+"""Beginnings of the names of our ways."""
 IN_GRAPHS: dict[str, Any] = {"graph": True, "static_outputs": True}
 """Options of ours for CUDA graphs."""
 
@@ -141,11 +144,12 @@ def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> RacePlan:
         torch.compiler.reset()  # while the group of its graphs is there
         return found
 
+    who = f"a mirror of {ranks.size} ranks (no link)" if settings.mirror else f"{ranks.size} ranks"
     what = f"{settings.model} x {settings.layers}, {settings.batch} x {settings.sequence} tokens"
     return RacePlan(
         cases={f"{c.layers} {c.forms}": functools.partial(measure, c) for c in settings.cases},
-        facts={"how": "measured", "world": ranks.size},
-        headline=f", {ranks.size} ranks, {what} in {settings.dtype}; in ms",
+        facts={"how": "mirror" if settings.mirror else "measured", "world": ranks.size},
+        headline=f", {who}, {what} in {settings.dtype}; in ms",
     )
 
 
@@ -164,7 +168,12 @@ def raced(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> list[Row]:
         for name, racer in racers.items()
     }
     known = zip(rows_of(settings, ranks.size, times), racers.values(), strict=True)
-    return [{**row, **racer.row} for row, racer in known]
+    rows = [{**row, **racer.row} for row, racer in known]
+    for row in rows if settings.mirror else ():
+        launch_ms = row["forward_ms"] + row["backward_ms"] + row["step_ms"]
+        row["idle_ms"] = launch_ms - row.get("busy_ms", math.nan)
+        row["idle_share"] = row["idle_ms"] / launch_ms
+    return rows
 
 
 def slowest(ranks: Ranks, mine: Stages) -> Stages:
@@ -298,6 +307,11 @@ class LayerVariants:
         """The input and the target of a step."""
         self._known = self._eager.results(*self.sets[0])
         self._before = self._allocated = math.nan
+        names = [n for n in settings.names if settings.mirror and n.startswith(OURS)]
+        self._in_order = {name: self._results_in_order(name) for name in names}
+        """Where each of ours is its own reference, its results in order or why there are none."""
+        if names:
+            torch.compiler.reset()
 
     def variant(self, name: str) -> Variant:
         """A way to train, which is right where loss and gradients are eager's."""
@@ -306,9 +320,9 @@ class LayerVariants:
         def opened() -> Opened:
             self._before = held(self.ranks)
             self._allocated = allocated(self.ranks)
-            training = self._training(name)
+            training = self.training(name)
             training.results(*self.sets[0])  # compiles
-            known, units = self._float8() if name in FLOAT8_LAYERS else (self._known, None)
+            known, units = self._reference(name)
 
             def off() -> float:
                 found = training.results(*self.sets[0])
@@ -320,7 +334,24 @@ class LayerVariants:
 
             return Opened(lambda x, target: training.step(laps, x, target), off)
 
-        return Variant(name, opened, sets=self.sets, limit=limit(name))
+        exact = name in self._in_order and not self.ranks.cuda  # where attention sums in any order
+        return Variant(name, opened, sets=self.sets, limit=0.0 if exact else limit(name))
+
+    def _reference(self, name: str) -> tuple[list[Tensor], list[float] | None]:
+        """The results that a variant must have, and the units of deviations from them."""
+        if (known := self._in_order.get(name)) is not None:
+            if isinstance(known, Exception):
+                raise known
+            return known, self._float8()[1] if name in FLOAT8_LAYERS else None
+        return self._float8() if name in FLOAT8_LAYERS else (self._known, None)
+
+    def _results_in_order(self, name: str) -> list[Tensor] | Exception:
+        """In a mirror: those of the same Programs, one op after another. Made before anything is
+        raced, since torch compiles a function only so many times."""
+        try:
+            return self.training(name, in_order=True).results(*self.sets[0])
+        except Exception as error:  # so has the variant, or says so
+            return error
 
     def measure(self, racer: Racer) -> None:
         """Most bytes that opening and a step take beyond weights and moments: of the device, and of
@@ -329,15 +360,20 @@ class LayerVariants:
         racer.figures["peak_bytes"] = most - self._before
         racer.figures["torch_peak_bytes"] = allocated(self.ranks, peak=True) - self._allocated
         racer.figures["rest_bytes"] = held(self.ranks) - self._before
+        if self.settings.mirror:
+            racer.figures["busy_ms"] = busy(self.ranks, lambda: racer.run(*self.sets[0])) * 1e3
 
-    def _training(self, name: str) -> Training:
-        eager, options = self._eager, ours(self.settings)
+    def training(self, name: str, **more: Any) -> Training:
+        """A way to train, opened anew; of ours with more options."""
+        eager, options = self._eager, ours(self.settings, **more)
         in_graphs = options | (IN_GRAPHS if name.endswith("graph") else {})
         match name:
             case "inductor":
                 return self._compiled(eager)
             case "inductor-graph" | "async-tp" | "dist-gemm" if not self.ranks.cuda:
                 raise UnsupportedError(f"{name} needs GPUs")
+            case "async-tp" | "dist-gemm" if self.settings.mirror:
+                raise UnsupportedError(f"{name} is torch's own over memory of real peers")
             case "inductor-graph":
                 return self._compiled(eager, CUDA_GRAPHS)
             case "async-tp":

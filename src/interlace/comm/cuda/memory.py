@@ -40,8 +40,8 @@ class PeerMemory:
     bases: tuple[int, ...]
 
     def unmap(self) -> None:
-        for member, base in enumerate(self.bases):
-            if member != self.me:
+        for base in self.bases:
+            if base != self.bases[self.me]:
                 self.driver.close(base)
 
     def free(self) -> None:
@@ -71,14 +71,15 @@ def share_memory(
         raise
     try:
         for member, their in enumerate(notes):
-            bases.append(base if member == me else driver.open(their["handle"]))
+            own = member == me or their == told  # of a mirror team, all are
+            bases.append(base if own else driver.open(their["handle"]))
     except InterlaceError as error:
         problem = error
     try:
         board.exchange(f"{topic}/mapped device memory", {}, timeout_s, problem=problem)
     except InterlaceError:
-        for member, opened in enumerate(bases):
-            if member != me:
+        for opened in bases:
+            if opened != base:
                 driver.close(opened)
         raise
     return PeerMemory(driver, me, size, tuple(bases))

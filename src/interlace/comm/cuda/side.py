@@ -68,7 +68,7 @@ class CudaSide:
         """Runs that this rank has issued, of Programs that reach into peers' memory."""
         first = self._ended = self.heap.take(self.size)  # the first words on every rank alike
         others = [m for m in range(self.size) if m != self.me and memory.bases[m]]
-        self.told = [self.heap.address(member, first + self.me) for member in others]
+        self.told = [self.heap.address(m, first + team.seen_by(m)) for m in others]
         """The peers' words that say which run this rank has ended,"""
         self.heard = [self.heap.address(self.me, first + member) for member in others]
         """and this rank's words that say which they have."""

@@ -139,7 +139,7 @@ class CudaSpace:
         side = self.side
         found = [(member, self._notes[member]["signals"].get(signal)) for member in members]
         return [
-            side.heap.address(member, first + side.me)
+            side.heap.address(member, first + side.team.seen_by(member))
             for member, first in found
             if first is not None
         ]
@@ -147,7 +147,7 @@ class CudaSpace:
     def last(self, signal: str, member: int) -> int:
         """Value to which the member raises its word here in a run, as it told; 0: not at all."""
         values = self._notes[member]["raises"].get(signal)
-        return int(values[self.side.me]) if values else 0
+        return int(values[self.side.team.seen_by(member)]) if values else 0
 
     def value(self, signal: str, member: int) -> int:
         side = self.side

@@ -48,8 +48,8 @@ class Workspace:
     def raised(self, signal: str, members: tuple[int, ...]) -> list[tuple[memoryview, int]]:
         """The cells that raise `signal` on these members; a member that never looks has none."""
         firsts = [(member, self._notes[member]["signals"].get(signal)) for member in members]
-        me = self.team.me
-        return [(self._cells[member], first + me) for member, first in firsts if first is not None]
+        seen = self.team.seen_by
+        return [(self._cells[m], first + seen(m)) for m, first in firsts if first is not None]
 
     def awaited(self, signal: str, members: tuple[int, ...]) -> list[tuple[memoryview, int]]:
         """The cells by which these members raise `signal` here."""

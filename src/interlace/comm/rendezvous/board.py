@@ -91,8 +91,10 @@ class Board:
         rank: int,
         prefix: str = "interlace",
         limit_s: float = STORE_S,
+        mirrors: bool = False,
     ) -> None:
-        self.store = store
+        """`mirrors`: this rank is all of them, and leaves its notes in the names of all."""
+        self.store, self._mirrors = store, mirrors
         self.ranks, self.rank = tuple(ranks), rank
         self.me = self.ranks.index(rank) if rank in self.ranks else 0
         self._prefix = prefix
@@ -343,8 +345,10 @@ class Board:
             self.announce()
 
     def _set(self, key: str, note: Note) -> None:
-        text = json.dumps(note)
-        self.ask(lambda: self.store.set(key, text))
+        text, own, keys = json.dumps(note), f"/{self.rank}", [key]
+        if self._mirrors and key.endswith(own):
+            keys = [f"{key.removesuffix(own)}/{rank}" for rank in self.ranks]
+        self.ask(lambda: [self.store.set(key, text) for key in keys])
 
     def _get(self, keys: Sequence[str]) -> list[Note | None]:
         return self._look(keys)[1] if keys else []

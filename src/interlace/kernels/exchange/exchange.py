@@ -32,7 +32,7 @@ Note [A call that cannot end]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -107,12 +107,14 @@ class PeerExchange:
         merges: bool = False,
         one_shot: bool | None = None,
         blocks: int = MAX_BLOCKS,
+        seen_by: Callable[[int], int] | None = None,
     ) -> None:
         """`parts` has the elements of each rank's part, or the whole once, as in `moves_of`.
 
         `staging_ptrs` and `flag_ptrs` have every rank's address as mapped here, this rank's own
         too; `epoch_ptr` is the address of this rank's words. All zero before the first call. One
         set of them serves all exchanges of a team. `staging_nbytes` is the same on all ranks.
+        `seen_by` tells as which rank another knows this one, if not as `rank`.
         """
         assert size >= 2, "a team of one exchanges nothing"
         if one_shot is None:
@@ -150,7 +152,15 @@ class PeerExchange:
         self.tiles = -(-moves.largest // self.block)
         self.blocks = min(blocks, MAX_BLOCKS, max(self.tiles, 1))
         assert len(staging_ptrs) == len(flag_ptrs) == size
-        stages, flags = tuple(staging_ptrs), tuple(flag_ptrs)
+        away = [0 if seen_by is None else seen_by(peer) - rank for peer in range(size)]
+        if any(away) and any(len({*counts}) > 1 for counts in moves.tables[1::2]):
+            raise UnsupportedError(
+                f"{kind} of {sum(parts)} elements is cut unevenly, and in a mirror team each rank "
+                "does what all do. fix: take another transport, or run it on real ranks"
+            )
+        slot = moves.slot * unit
+        stages = tuple([ptr + slot * by for ptr, by in zip(staging_ptrs, away, strict=True)])
+        flags = tuple([ptr + 4 * by for ptr, by in zip(flag_ptrs, away, strict=True)])
         sizes = moves.slot, self.half, self.tiles
         self.arguments = (epoch_ptr, stages, flags, *moves.tables, *sizes)
         """The kernel's, after source and destination."""

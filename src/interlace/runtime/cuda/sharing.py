@@ -25,6 +25,7 @@ GRAPHS = ("even", "odd")
 def share(request: ShareRequest) -> TeamResources:
     """Sets up, for every team of the Program in an order that all ranks share."""
     with torch.cuda.device(request.device):
+        torch.cuda.current_stream().query()  # gives this thread the context that the driver wants
         shared = _share(request)
         for team, backend in request.backends:
             request.teams[team].backend(backend, request.device.type, request.timeout_s)

@@ -140,6 +140,7 @@ def bind_exchange(
             reduce=spec.reduce,
             root=spec.root,
             merges=spec.merges,
+            seen_by=side.team.seen_by,
         ).prepare()
 
     bound = sizes.sized(spec.parts, exchange_of)
