@@ -172,12 +172,17 @@ class TransformerSettings(RaceSettings):
     sequence: Annotated[int, typer.Option(help="Tokens of a sequence, over all ranks.")] = 8192
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1
     dtype: Annotated[Literal["bf16", "f32"], typer.Option(help="Element type.")] = "bf16"
+    account: Annotated[
+        bool, typer.Option("--account", help="Say where each way's time over the ideal goes.")
+    ] = False
     strategy: Strategy = "auto"
     calibration: Calibration = None
     world: World = None
 
     def __post_init__(self) -> None:
         RaceSettings.__post_init__(self)
+        if self.account and ("ideal" not in self.names or len(self.names) == 1):
+            raise OptionError("--account is over the ideal: give --only ideal and another way")
         if min(*self.depths, self.sequence, self.batch) < 1:
             raise OptionError("--layers, --sequence and --batch must be >= 1")
         for form in words(self.forms):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import importlib.util
 import math
+import re
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -87,7 +90,7 @@ def dist_gemm_off() -> tuple[str, float]:
     given: Any = {"model": "tiny", "sequence": 32, "batch": 2, "dtype": "f32"}
     trained = LayerVariants(TransformerSettings(**given), here(CPU))
     with pytest.raises(UnsupportedError) as refused:
-        trained._training("dist-gemm")
+        trained.training("dist-gemm")
     training = trained._on_shards(DistGemm(trained._group, linear))
     original = torch.mm
 
@@ -108,6 +111,26 @@ def test_dist_gemm_computes_what_eager_does(pool: Pool) -> None:
     for refusal, off in pool(2).run(dist_gemm_off, timeout_s=110):
         assert refusal == "dist-gemm needs GPUs"
         assert off <= LIMIT
+
+
+def test_an_account_adds_up_to_the_time_over_the_ideal(tmp_path: Path) -> None:
+    """Of a run of two ranks: by part, with ops and modules, and little that has no name."""
+    args = ("--device", "cpu", "--model", "tiny", "--sequence", "512", "--layers", "2")
+    more = ("--dtype", "f32", "--seconds", "0.5", "--only", "compile,ideal", "--out", str(tmp_path))
+    text = bench(*args, *more, "--account").stdout
+    assert "compile, forward and backward on rank 0: " in text
+    lines = list(csv.DictReader((tmp_path / "account.csv").open()))
+    over = float(lines[0]["took_ms"]) - float(lines[0]["ideal_ms"])
+    assert sum(float(line["ms"]) for line in lines) == pytest.approx(over, rel=1e-3)
+    (rest,) = [float(line["ms"]) for line in lines if line["part"] == "rest"]
+    assert abs(rest) <= 0.1 * over, text
+    parts = {line["part"] for line in lines}
+    named = {"idle, signal", "idle, launch", "elementwise", "boundaries", "matmuls in chunks"}
+    assert named | {"copies", "sums", "matmuls slower than alone"} <= parts
+    matmuls = [line for line in lines if line["part"] == "matmuls slower than alone"]
+    assert {line["layer"] for line in matmuls} == {"layers.0", "layers.1"}
+    assert all(re.match(r"aten.mm.* \d+x\d+x\d+", line["what"]) for line in matmuls)
+    assert all(re.match("(forward|backward) [0-9]", line["ops"]) for line in matmuls)
 
 
 def forms() -> list[dict[str, Any]]:
@@ -246,6 +269,7 @@ def test_rates_follow_from_the_times() -> None:
         (("--dtype", "f8"), "'f8' is not one of 'bf16', 'f32'"),
         (("--layers", "0"), "must be >= 1"),
         (("--layers", "1,few"), "--layers 1,few: give numbers, with commas"),
+        (("--account", "--only", "compile"), "over the ideal: give --only ideal and another way"),
         (("--forms", "parts"), "--forms parts: choose from whole, blocks"),
     ],
 )

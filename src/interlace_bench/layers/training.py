@@ -38,7 +38,7 @@ from interlace.demo.model import Plain
 from interlace.demo.train import registered
 from interlace.errors import UnsupportedError
 from interlace.float8 import Recipe
-from interlace.launch import Tell
+from interlace.launch import Report, Tell
 from interlace_bench.kernels.case import needed
 from interlace_bench.layers.inference import apart
 from interlace_bench.layers.models import (
@@ -137,20 +137,24 @@ def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> RacePlan:
     """Each number of layers in each form."""
 
     def measure(case: TransformerSettings, share: float) -> list[Row]:
-        found = raced(case, ranks, tell)
+        found = raced(case, ranks, tell, accounts)
         torch.compiler.reset()  # while the group of its graphs is there
         return found
 
+    accounts: list[Report] = []
     what = f"{settings.model} x {settings.layers}, {settings.batch} x {settings.sequence} tokens"
     return RacePlan(
         cases={f"{c.layers} {c.forms}": functools.partial(measure, c) for c in settings.cases},
         facts={"how": "measured", "world": ranks.size},
         headline=f", {ranks.size} ranks, {what} in {settings.dtype}; in ms",
+        more={"accounts": accounts} if settings.account else {},
     )
 
 
-def raced(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> list[Row]:
-    """The rows of one case."""
+def raced(
+    settings: TransformerSettings, ranks: Ranks, tell: Tell, accounts: list[Report]
+) -> list[Row]:
+    """The rows of one case, and accounts of it where they are asked for."""
     trained = LayerVariants(settings, ranks)
     racers = run_race(
         ranks,
@@ -163,6 +167,11 @@ def raced(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> list[Row]:
         name: slowest(ranks, Stages() if racer.problem else trained.laps[name].medians())
         for name, racer in racers.items()
     }
+    if settings.account:
+        from interlace_bench.layers.account import accounts_of  # which needs this module
+
+        ready = [name for name, racer in racers.items() if not racer.problem]
+        accounts += accounts_of(trained, ready, tell)
     known = zip(rows_of(settings, ranks.size, times), racers.values(), strict=True)
     return [{**row, **racer.row} for row, racer in known]
 
@@ -306,7 +315,7 @@ class LayerVariants:
         def opened() -> Opened:
             self._before = held(self.ranks)
             self._allocated = allocated(self.ranks)
-            training = self._training(name)
+            training = self.training(name)
             training.results(*self.sets[0])  # compiles
             known, units = self._float8() if name in FLOAT8_LAYERS else (self._known, None)
 
@@ -330,8 +339,9 @@ class LayerVariants:
         racer.figures["torch_peak_bytes"] = allocated(self.ranks, peak=True) - self._allocated
         racer.figures["rest_bytes"] = held(self.ranks) - self._before
 
-    def _training(self, name: str) -> Training:
-        eager, options = self._eager, ours(self.settings)
+    def training(self, name: str, **more: Any) -> Training:
+        """A way to train, opened anew; of ours with more options."""
+        eager, options = self._eager, ours(self.settings, **more)
         in_graphs = options | (IN_GRAPHS if name.endswith("graph") else {})
         match name:
             case "inductor":
@@ -364,6 +374,8 @@ class LayerVariants:
                 return eager
 
     def _compiled(self, training: Training, options: Any = None, **how: Any) -> Training:
+        if self.settings.account and not how:  # profiles know Inductor's kernels on a CPU, too
+            options = {**(options or {}), "cpp.enable_kernel_profile": not self.ranks.cuda}
         run = functools.partial(torch.compile, dynamic=False, options=options or None, **how)
         layers = training.forward
         if "blocks" not in self.settings.forms:

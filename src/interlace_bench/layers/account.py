@@ -1,0 +1,288 @@
+"""`interlace bench transformer --account`: where a step's time over the ideal goes, part by part.
+
+    found = Accounts(variants).of(["compile", "inductor"])   # on every rank: of its own steps
+
+Steps of a variant, the same recorded, the ideal and the ideal profiled take turns. Here a step is
+forward and backward of a given gradient, so that no loss stands outside of what is compiled. Of
+the recorded steps that one is shown whose length is nearest to the median of the others. Ours,
+compiled as one and without CUDA graphs, is recorded op by op (the option `trace`); another one by
+torch's profiler, which knows kernels by name and neither ops nor modules. What recording adds is a
+line of its own, and what profiling adds to the ideal is the rest, the time that no line explains.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+
+from interlace.commands.output import say, table
+from interlace.cost import Span
+from interlace.cost.op_times import at_hand, matmul_shape
+from interlace.frontend import Bound
+from interlace.frontend.explain import graphs_of
+from interlace.ir import Arg, Box, Call, View
+from interlace.launch import Report, Tell
+from interlace.runtime.calling.operators import decode, resolve
+from interlace.runtime.values import DTYPES
+from interlace.torch_private import cuda_sleep
+from interlace.trace.account import (
+    HEADINGS,
+    AccountLine,
+    OpId,
+    account,
+    account_rows,
+    beyond,
+    divided,
+    ids,
+    totals,
+)
+from interlace.trace.figures import milliseconds
+from interlace_bench.layers.training import Laps, LayerVariants, Stages, Training
+from interlace_bench.race import LEAD_CYCLES, burst, median, step
+
+ROUNDS = 9
+CALLS = 9
+"""Calls of a matmul that tell what it takes alone."""
+KINDS = {
+    "comm": r"nccl|gloo|c10d|PtoP|P2P",
+    "attention": r"attention|flash|fmha|sdpa",
+    "matmuls": r"gemm|matmul|nvjet|cutlass|xmma|::(linear|(_scaled_|_grouped_|add|b|badd)?b?mm)\b",
+    "copies": r"Memcpy",
+}
+"""Patterns of the names of kernels and of torch's operators; others are elementwise."""
+CPU_WORK = re.compile(r"^(aten|c10d|_c10d_functional|gloo|interlace)\b|cpp_fused")
+MARK = "interlace_bench::begin"
+"""Name of what a profile has before the step: on a GPU, a kernel that spins is there."""
+GAP = AccountLine("idle, launch", "nothing runs")
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A step: its seconds, and lines that add up to them."""
+
+    seconds: float
+    lines: Sequence[AccountLine] = ()
+
+
+class Accounts:
+    """The steps of variants beside the ideal's, on this rank. All ranks do the same."""
+
+    def __init__(self, variants: LayerVariants) -> None:
+        self.variants, self.ranks = variants, variants.ranks
+        self.x, self.gradient = variants.sets[0]
+        self.ideal = variants.training("ideal")
+
+    def of(self, name: str) -> tuple[Recorded, float]:
+        """The variant's step, with lines of its time over the ideal's; and the ideal's seconds."""
+        form, plain = self.variants.settings.forms, self.variants.training(name)
+        by_op = name.startswith("compile") and not name.endswith("graph") and form == "whole"
+        traced = self.variants.training(name, trace=True) if by_op else plain
+        record = self._traced if by_op else self._profiled
+        steps: list[tuple[float, Recorded, float, Recorded]] = []
+        for _ in range(ROUNDS + 1):
+            usual, recorded = self._run(plain).both, record(traced)
+            steps.append((usual, recorded, self._run(self.ideal).both, self._profiled(self.ideal)))
+        usual, recorded, of_ideal, profiled = zip(*steps[1:], strict=True)
+        took, ideal = median(usual), median(of_ideal)
+        step, without = nearest(recorded, took), nearest(profiled, ideal)
+        known = totals(without.lines)
+        if by_op:  # whose gaps are boundaries, or else between its ops
+            known["boundaries"] = known.pop(GAP.part, 0.0)
+        lines = beyond(step.lines, known, self._alone(traced, step.lines) if by_op else {})
+        lines.append(AccountLine("recording", "what it adds", seconds=took - step.seconds))
+        rest = took - ideal - sum(line.seconds for line in lines)
+        lines.append(AccountLine("rest", "what no line explains", seconds=rest))
+        return Recorded(took, lines), ideal
+
+    def _run(self, training: Training) -> Stages:
+        """The stages of a step behind another one."""
+        self.ranks.align()
+        for _ in range(2):
+            laps = Laps(self.ranks.cuda)
+            if self.ranks.cuda:
+                cuda_sleep(LEAD_CYCLES)
+            with torch.profiler.record_function(MARK):
+                pass
+            laps.mark()
+            y = training.forward(self.x)
+            laps.mark()
+            y.backward(self.gradient)
+            training.summed()
+            laps.mark()
+            training.optimizer.zero_grad()
+            self.x.grad = None
+            laps.mark()
+        self.ranks.synchronize()
+        return laps.medians()
+
+    def _traced(self, training: Training) -> Recorded:
+        """A step of ours: its Programs op by op, and what each stage has beside its Program."""
+        stages = self._run(training)
+        beside = {"forward": stages.forward, "backward": stages.backward}
+        lines: list[AccountLine] = []
+        for bound in bound_of(training):
+            if (timeline := bound.measured) is not None:
+                lines += account(bound.program, timeline)
+                beside[bound.kind] -= timeline.makespan_s
+        for stage, seconds in beside.items():
+            lines.append(AccountLine("boundaries", f"{stage}: outside of its Program", "", seconds))
+        return Recorded(stages.both, lines)
+
+    def _profiled(self, training: Training) -> Recorded:
+        """A step by torch's profiler: kernels, or on a CPU operators; and what has none."""
+        kind = torch.profiler.ProfilerActivity
+        activities = [kind.CPU, *([kind.CUDA] if self.ranks.cuda else [])]
+        with torch.profiler.profile(activities=activities) as profile:
+            seconds = self._run(training).both
+        spans = kernels(profile.events() or (), self.ranks.cuda)
+        found = divided(spans, of_kernel, lambda _: GAP)
+        lines = [line for line in found if line.part != GAP.part]
+        rest = seconds - sum(line.seconds for line in lines)
+        return Recorded(seconds, [*lines, replace(GAP, seconds=rest)])
+
+    def _alone(self, training: Training, lines: Iterable[AccountLine]) -> dict[OpId, float]:
+        """Seconds of the matmuls of these lines, each alone on this rank."""
+        of = {bound.program.name: bound for bound in bound_of(training)}
+        wanted = [op for line in lines if line.part == "matmuls" for op in line.ops]
+        times: dict[object, float] = {}
+        found: dict[OpId, float] = {}
+        for name, index in sorted(wanted):
+            program = of[name].program
+            call, box = program.ops[index], at_hand(program.boxes(of[name].executor.rank))
+            if isinstance(call, Call) and matmul_shape(call, box) is not None:
+                key = (
+                    call.fn,
+                    *((box(v).sizes, box(v).strides) for v in (*call.views(), *call.outs)),
+                )
+                if key not in times:
+                    run = of_layouts(call, box, self.ranks.device)
+                    each, host, _ = burst(self.ranks, run, ((),), CALLS, warm=2)
+                    times[key] = each if self.ranks.cuda else median(host)
+                found[name, index] = times[key]
+        return found
+
+
+def nearest(steps: Sequence[Recorded], seconds: float) -> Recorded:
+    """The step that is as long as that, as nearly as one is."""
+    return min(steps, key=lambda step: abs(step.seconds - seconds))
+
+
+def bound_of(training: Training) -> list[Bound]:
+    """The bound Program of each stage of a compiled variant."""
+    return [bound for graph in graphs_of(training.forward) for bound in graph.bound[-1:]]
+
+
+def of_layouts(
+    call: Call, box: Callable[[View], Box], device: torch.device
+) -> Callable[[], object]:
+    """The operator of a call on random numbers of the same layouts."""
+
+    def value(arg: Arg) -> Any:
+        return drawn(box(arg), device) if isinstance(arg, View) else decode(arg, device)
+
+    args, kwargs = [*map(value, call.args)], {name: value(arg) for name, arg in call.kwargs}
+    if call.outs:
+        kwargs["out"] = value(call.outs[0])
+    operator = resolve(call.fn)
+    return torch.no_grad()(lambda: operator(*args, **kwargs))
+
+
+def drawn(box: Box, device: torch.device) -> Tensor:
+    """A tensor of a box's layout, of normal numbers where it has no element twice."""
+    sizes, strides = [*map(int, box.sizes)], [*map(int, box.strides)]
+    tensor = torch.empty_strided(sizes, strides, dtype=DTYPES[box.dtype], device=device)
+    return tensor.copy_(torch.randn(sizes, device=device)) if all(strides) else tensor
+
+
+# -- reports ---------------------------------------------------------------------------------------
+
+
+def accounts_of(variants: LayerVariants, names: Sequence[str], tell: Tell) -> list[Report]:
+    """The account of each variant but the ideal, on rank 0; all ranks call it."""
+    accounts, settings, found = Accounts(variants), variants.settings, list[Report]()
+    for name in names:
+        if name == "ideal":
+            continue
+        step(tell, f"account of {name}")
+        of, ideal = accounts.of(name)
+        over = of.seconds - ideal
+        head = {"model": settings.model, "layers": settings.depths[0], "form": settings.forms}
+        head |= {"dtype": settings.dtype, "way": name, "took_ms": of.seconds * 1e3}
+        head |= {"ideal_ms": ideal * 1e3}
+        lines = [
+            head
+            | {"part": line.part, "ms": line.seconds * 1e3, "share": line.seconds / over}
+            | {"layer": line.layer, "module": line.module, "what": line.what, "ops": ids(line, 99)}
+            for line in of.lines
+        ]
+        tables = [account_rows(of.lines), layer_rows(of.lines)]
+        found.append({**head, "over_ms": over * 1e3, "lines": lines, "tables": tables})
+    return found
+
+
+def layer_rows(lines: Sequence[AccountLine]) -> list[list[str]]:
+    """Cells of a row for each part, with its time in each layer, in order; first the headings."""
+    layers = sorted(
+        {line.layer for line in lines}, key=lambda layer: (not layer, len(layer), layer)
+    )
+    rows = [["part", *(layer or "in none" for layer in layers)]]
+    for part in totals(lines):
+        of = {layer: 0.0 for layer in layers}
+        for line in lines:
+            of[line.layer] += line.seconds if line.part == part else 0.0
+        rows.append([part, *map(milliseconds, of.values())])
+    return rows
+
+
+def show(accounts: Sequence[Report]) -> None:
+    """Prints the accounts: by part, with the longest lines of each, and by layer."""
+    for each in accounts:
+        took, ideal, over = (f"{each[key]:.3f} ms" for key in ("took_ms", "ideal_ms", "over_ms"))
+        what = (
+            f"{each['way']}, forward and backward on rank 0: {took}, ideal {ideal}, over it {over}"
+        )
+        rows, (heads, *layers) = each["tables"]
+        say("")
+        table(HEADINGS, rows, title=what)
+        say("")
+        table(heads, layers, title=f"{each['way']}, by layer")
+
+
+# -- what torch's profiler tells -------------------------------------------------------------------
+
+
+def kernels(events: Iterable[Any], cuda: bool) -> list[Span]:
+    """The kernels of a profile, or the outermost operators on a CPU, behind the last mark."""
+    found: list[Span] = []
+    begin = 0.0
+    for event in events:
+        start, end = event.time_range.start / 1e6, event.time_range.end / 1e6
+        if cuda and event.device_type is not DeviceType.CUDA:
+            continue
+        if "spin_kernel" in event.name if cuda else event.name == MARK:
+            begin = max(begin, end)
+        elif not event.is_user_annotation and (cuda or is_outermost(event)):
+            kind = "comm" if re.search(KINDS["comm"], event.name) else "compute"
+            found.append(Span(0, "", len(found), event.name, start, end, kind=kind))
+    return [span for span in found if span.start_s >= begin]
+
+
+def is_outermost(event: Any) -> bool:
+    """True if an event of the CPU is work, and in none that is."""
+    parent = event.cpu_parent
+    while parent is not None and not CPU_WORK.search(parent.name):
+        parent = parent.cpu_parent
+    return parent is None and CPU_WORK.search(event.name) is not None
+
+
+def of_kernel(span: Span) -> AccountLine:
+    """A line for a kernel, by its name."""
+    found = (part for part, names in KINDS.items() if re.search(names, span.name))
+    part = next(found, "elementwise")
+    return AccountLine("exposed communication" if part == "comm" else part, span.name[:60])
