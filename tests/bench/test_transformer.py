@@ -115,7 +115,7 @@ def test_dist_gemm_computes_what_eager_does(pool: Pool) -> None:
 
 def test_an_account_adds_up_to_the_time_over_the_ideal(tmp_path: Path) -> None:
     """Of a run of two ranks: by part, with ops and modules, and little that has no name."""
-    args = ("--device", "cpu", "--model", "tiny", "--sequence", "512", "--layers", "2")
+    args = ("--device", "cpu", "--model", "tiny", "--sequence", "512", "--layers", "1")
     more = ("--dtype", "f32", "--seconds", "0.5", "--only", "compile,ideal", "--out", str(tmp_path))
     text = bench(*args, *more, "--account").stdout
     assert "compile, forward and backward on rank 0: " in text
@@ -128,7 +128,7 @@ def test_an_account_adds_up_to_the_time_over_the_ideal(tmp_path: Path) -> None:
     named = {"idle, signal", "idle, launch", "elementwise", "boundaries", "matmuls in chunks"}
     assert named | {"copies", "sums", "matmuls slower than alone"} <= parts
     matmuls = [line for line in lines if line["part"] == "matmuls slower than alone"]
-    assert {line["layer"] for line in matmuls} == {"layers.0", "layers.1"}
+    assert {line["layer"] for line in matmuls} == {"layers.0"}
     assert all(re.match(r"aten.mm.* \d+x\d+x\d+", line["what"]) for line in matmuls)
     assert all(re.match("(forward|backward) [0-9]", line["ops"]) for line in matmuls)
 
