@@ -34,7 +34,7 @@ def all_gather_linear(tp: Team[2], x: f32[64, 256], w: f32[256, 512]):
 """
 PROGRAM = parse(TEXT.strip())
 ALLOC, _, COPY, NOTIFY, E0, WAIT_0, EXPECT, GET, E1, MM_0, WAIT_1, MM_1, FREE = range(13)
-RUN = {
+RUN: dict[int, tuple[float, float]] = {
     **{ALLOC: (0, 1), COPY: (1, 51), NOTIFY: (51, 52), E0: (52, 52), MM_0: (60, 360)},
     **{WAIT_1: (360, 500), MM_1: (500, 800), FREE: (800, 801)},
     **{WAIT_0: (0, 52), EXPECT: (52, 400), GET: (400, 480), E1: (480, 481)},

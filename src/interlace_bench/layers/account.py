@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,12 +63,8 @@ MARK = "interlace_bench::begin"
 GAP = AccountLine("idle, launch", "nothing runs")
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """A step: its seconds, and lines that add up to them."""
-
-    seconds: float
-    lines: Sequence[AccountLine] = ()
+Lines = Sequence[AccountLine]
+"""Lines that add up to the seconds of a step."""
 
 
 class Accounts:
@@ -77,29 +73,34 @@ class Accounts:
     def __init__(self, variants: LayerVariants) -> None:
         self.variants, self.ranks = variants, variants.ranks
         self.x, self.gradient = variants.sets[0]
-        self.ideal = variants.training("ideal")
 
-    def of(self, name: str) -> tuple[Recorded, float]:
-        """The variant's step, with lines of its time over the ideal's; and the ideal's seconds."""
+    def of(self, name: str) -> tuple[float, float, Lines]:
+        """Seconds of the variant's step and of the ideal's, and lines of the difference."""
+        torch.compiler.reset()  # TorchDynamo compiles the layers only so many times
         form, plain = self.variants.settings.forms, self.variants.training(name)
+        without = self.variants.training("ideal")
         by_op = name.startswith("compile") and not name.endswith("graph") and form == "whole"
         traced = self.variants.training(name, trace=True) if by_op else plain
         record = self._traced if by_op else self._profiled
-        steps: list[tuple[float, Recorded, float, Recorded]] = []
-        for _ in range(ROUNDS + 1):
-            usual, recorded = self._run(plain).both, record(traced)
-            steps.append((usual, recorded, self._run(self.ideal).both, self._profiled(self.ideal)))
-        usual, recorded, of_ideal, profiled = zip(*steps[1:], strict=True)
+        steps = [
+            (
+                self._run(plain).both,
+                record(traced),
+                self._run(without).both,
+                self._profiled(without),
+            )
+            for _ in range(ROUNDS + 1)
+        ]
+        usual, recorded, of_ideal, profiled = zip(*steps[1:], strict=True)  # the first one compiles
         took, ideal = median(usual), median(of_ideal)
-        step, without = nearest(recorded, took), nearest(profiled, ideal)
-        known = totals(without.lines)
+        shown, known = nearest(recorded, took), totals(nearest(profiled, ideal))
         if by_op:  # whose gaps are boundaries, or else between its ops
             known["boundaries"] = known.pop(GAP.part, 0.0)
-        lines = beyond(step.lines, known, self._alone(traced, step.lines) if by_op else {})
-        lines.append(AccountLine("recording", "what it adds", seconds=took - step.seconds))
-        rest = took - ideal - sum(line.seconds for line in lines)
+        lines = beyond(shown, known, self._alone(traced, shown) if by_op else {})
+        lines.append(AccountLine("recording", "what it adds", seconds=took - length(shown)))
+        rest = took - ideal - length(lines)
         lines.append(AccountLine("rest", "what no line explains", seconds=rest))
-        return Recorded(took, lines), ideal
+        return took, ideal, lines
 
     def _run(self, training: Training) -> Stages:
         """The stages of a step behind another one."""
@@ -122,7 +123,7 @@ class Accounts:
         self.ranks.synchronize()
         return laps.medians()
 
-    def _traced(self, training: Training) -> Recorded:
+    def _traced(self, training: Training) -> Lines:
         """A step of ours: its Programs op by op, and what each stage has beside its Program."""
         stages = self._run(training)
         beside = {"forward": stages.forward, "backward": stages.backward}
@@ -133,9 +134,9 @@ class Accounts:
                 beside[bound.kind] -= timeline.makespan_s
         for stage, seconds in beside.items():
             lines.append(AccountLine("boundaries", f"{stage}: outside of its Program", "", seconds))
-        return Recorded(stages.both, lines)
+        return lines
 
-    def _profiled(self, training: Training) -> Recorded:
+    def _profiled(self, training: Training) -> Lines:
         """A step by torch's profiler: kernels, or on a CPU operators; and what has none."""
         kind = torch.profiler.ProfilerActivity
         activities = [kind.CPU, *([kind.CUDA] if self.ranks.cuda else [])]
@@ -144,10 +145,9 @@ class Accounts:
         spans = kernels(profile.events() or (), self.ranks.cuda)
         found = divided(spans, of_kernel, lambda _: GAP)
         lines = [line for line in found if line.part != GAP.part]
-        rest = seconds - sum(line.seconds for line in lines)
-        return Recorded(seconds, [*lines, replace(GAP, seconds=rest)])
+        return [*lines, replace(GAP, seconds=seconds - length(lines))]
 
-    def _alone(self, training: Training, lines: Iterable[AccountLine]) -> dict[OpId, float]:
+    def _alone(self, training: Training, lines: Lines) -> dict[OpId, float]:
         """Seconds of the matmuls of these lines, each alone on this rank."""
         of = {bound.program.name: bound for bound in bound_of(training)}
         wanted = [op for line in lines if line.part == "matmuls" for op in line.ops]
@@ -157,10 +157,8 @@ class Accounts:
             program = of[name].program
             call, box = program.ops[index], at_hand(program.boxes(of[name].executor.rank))
             if isinstance(call, Call) and matmul_shape(call, box) is not None:
-                key = (
-                    call.fn,
-                    *((box(v).sizes, box(v).strides) for v in (*call.views(), *call.outs)),
-                )
+                boxes = map(box, (*call.views(), *call.outs))
+                key = call.fn, *((each.sizes, each.strides) for each in boxes)
                 if key not in times:
                     run = of_layouts(call, box, self.ranks.device)
                     each, host, _ = burst(self.ranks, run, ((),), CALLS, warm=2)
@@ -169,9 +167,14 @@ class Accounts:
         return found
 
 
-def nearest(steps: Sequence[Recorded], seconds: float) -> Recorded:
+def length(lines: Lines) -> float:
+    """The seconds of the lines together."""
+    return sum(line.seconds for line in lines)
+
+
+def nearest(steps: Sequence[Lines], seconds: float) -> Lines:
     """The step that is as long as that, as nearly as one is."""
-    return min(steps, key=lambda step: abs(step.seconds - seconds))
+    return min(steps, key=lambda lines: abs(length(lines) - seconds))
 
 
 def bound_of(training: Training) -> list[Bound]:
@@ -211,23 +214,23 @@ def accounts_of(variants: LayerVariants, names: Sequence[str], tell: Tell) -> li
         if name == "ideal" or name in FLOAT8_LAYERS:  # whose ideal would be another
             continue
         step(tell, f"account of {name}")
-        of, ideal = accounts.of(name)
-        over = of.seconds - ideal
+        took, ideal, of = accounts.of(name)
+        over = took - ideal
         head = {"model": settings.model, "layers": settings.depths[0], "form": settings.forms}
-        head |= {"dtype": settings.dtype, "way": name, "took_ms": of.seconds * 1e3}
+        head |= {"dtype": settings.dtype, "way": name, "took_ms": took * 1e3}
         head |= {"ideal_ms": ideal * 1e3}
         lines = [
             head
             | {"part": line.part, "ms": line.seconds * 1e3, "share": line.seconds / over}
             | {"layer": line.layer, "module": line.module, "what": line.what, "ops": ids(line, 99)}
-            for line in of.lines
+            for line in of
         ]
-        tables = [account_rows(of.lines), layer_rows(of.lines)]
+        tables = [account_rows(of), layer_rows(of)]
         found.append({**head, "over_ms": over * 1e3, "lines": lines, "tables": tables})
     return found
 
 
-def layer_rows(lines: Sequence[AccountLine]) -> list[list[str]]:
+def layer_rows(lines: Lines) -> list[list[str]]:
     """Cells of a row for each part, with its time in each layer, in order; first the headings."""
     layers = sorted(
         {line.layer for line in lines}, key=lambda layer: (not layer, len(layer), layer)
