@@ -8,6 +8,7 @@ import importlib.util
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from tests.support.pool import Pool
 from torch._inductor import config as inductor_config
+from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
@@ -23,6 +25,8 @@ from interlace.cli import app
 from interlace.demo.model import Plain
 from interlace.errors import UnsupportedError
 from interlace.float8 import Recipe
+from interlace.trace.account import divided, totals
+from interlace_bench.layers.account import GAP, kernels, of_kernel
 from interlace_bench.layers.models import (
     MODELS,
     DistGemm,
@@ -131,6 +135,36 @@ def test_an_account_adds_up_to_the_time_over_the_ideal(tmp_path: Path) -> None:
     assert {line["layer"] for line in matmuls} == {"layers.0"}
     assert all(re.match(r"aten.mm.* \d+x\d+x\d+", line["what"]) for line in matmuls)
     assert all(re.match("(forward|backward) [0-9]", line["ops"]) for line in matmuls)
+
+
+def test_kernels_of_a_gpus_profile_are_those_behind_the_last_spin() -> None:
+    """With communication where nothing computes, by the names that kernels have on a GPU."""
+    found = [
+        ("void at::native::elementwise_kernel<128>", 0, 9),
+        ("at::cuda::(anonymous namespace)::spin_kernel(long)", 10, 20),
+        ("nvjet_tst_256x128_64x4_2x1_v_bz_coopA_NTT", 20, 50),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 40, 60),
+        ("Memcpy PtoP (Device -> Device)", 60, 62),
+        ("Memcpy DtoD (Device -> Device)", 70, 75),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob", 75, 95),
+        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", 95, 99),
+    ]
+    kinds: Any = {"is_user_annotation": False, "device_type": DeviceType.CUDA}
+    events: list[Any] = [
+        SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), **kinds)
+        for name, start, end in found
+    ]
+    host = SimpleNamespace(name="aten::mm", time_range=SimpleNamespace(start=21, end=90), **kinds)
+    host.device_type = DeviceType.CPU
+    lines = divided(kernels([*events, host], cuda=True), of_kernel, lambda at: GAP)
+    assert {part: round(seconds * 1e6) for part, seconds in totals(lines).items()} == {
+        "exposed communication": 12,
+        "idle, launch": 8,
+        "matmuls": 30,
+        "attention": 20,
+        "copies": 5,
+        "elementwise": 4,
+    }
 
 
 def forms() -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from tests.support.pool import Pool
 
 from interlace.cost import Span, Timeline, op_kind, op_name
 from interlace.ir import Op, parse
-from interlace.trace.account import AccountLine, account, account_rows, beyond, totals
+from interlace.trace.account import CHANGES, AccountLine, account, account_rows, beyond, totals
 
 TEXT = """
 def all_gather_linear(tp: Team[2], x: f32[64, 256], w: f32[256, 512]):
@@ -127,8 +127,8 @@ def test_rows_have_a_total_and_the_longest_lines() -> None:
     lines = [AccountLine("sums", f"sum {i}", "a.0", i * 1e-3) for i in range(1, 6)]
     rows = account_rows([*lines, AccountLine("copies", "copy", "a.1", 1e-4)], most=2)
     assert [row[:4] for row in rows] == [
-        ("copies", "0.100 ms", "", ""),
-        ("sums", "15.00 ms", "", ""),
+        ("copies", "0.100 ms", CHANGES["copies"], ""),
+        ("sums", "15.00 ms", CHANGES["sums"], ""),
         ("", "5.00 ms", "sum 5", "a.0"),
         ("", "4.00 ms", "sum 4", "a.0"),
         ("", "6.00 ms", "3 more", ""),

@@ -45,7 +45,7 @@ CHANGES = {
     "rest": "",
 }
 """Parts of an account, in the order in which they are shown, and where to change each."""
-HEADINGS = ("part", "ms", "what", "module", "ops", "to change")
+HEADINGS = ("part", "ms", "what, and where to change it", "module", "ops")
 OpId = tuple[str, int]
 """The name of a Program, and an op's place in it."""
 
@@ -247,13 +247,13 @@ def account_rows(lines: Sequence[AccountLine], most: int = 24) -> list[tuple[str
     shown = sorted(lines, key=lambda line: -abs(line.seconds))[:most]
     rows: list[tuple[str, ...]] = []
     for part, seconds in totals(lines).items():
-        rows.append((part, milliseconds(seconds), "", "", "", CHANGES[part]))
+        rows.append((part, milliseconds(seconds), CHANGES[part], "", ""))
         own = [line for line in shown if line.part == part]
         for line in own:
-            rows.append(("", milliseconds(line.seconds), line.what, line.module, ids(line), ""))
+            rows.append(("", milliseconds(line.seconds), line.what, line.module, ids(line)))
         rest = seconds - sum(line.seconds for line in own)
         if own and (count := sum(line.part == part for line in lines) - len(own)):
-            rows.append(("", milliseconds(rest), f"{count} more", "", "", ""))
+            rows.append(("", milliseconds(rest), f"{count} more", "", ""))
     return rows
 
 
