@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import functools
 import importlib
 import importlib.util
 import math
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +27,11 @@ from interlace.cli import app
 from interlace.demo.model import Plain
 from interlace.errors import UnsupportedError
 from interlace.float8 import Recipe
+from interlace.frontend import binding
+from interlace.ir import Notify, Op
+from interlace.runtime import Executor
 from interlace.trace.account import divided, totals
-from interlace_bench.layers.account import GAP, kernels, of_kernel
+from interlace_bench.layers.account import GAP, accounts_of, kernels, of_kernel, show
 from interlace_bench.layers.models import (
     MODELS,
     DistGemm,
@@ -117,24 +122,68 @@ def test_dist_gemm_computes_what_eager_does(pool: Pool) -> None:
         assert off <= LIMIT
 
 
-def test_an_account_adds_up_to_the_time_over_the_ideal(tmp_path: Path) -> None:
+HELD_S = 0.06
+
+
+def accounted() -> list[dict[str, Any]]:
+    """The account of a compiled layer whose second rank is late with its first signal."""
+
+    def hold(rank: int, index: int, op: Op) -> None:
+        if rank == 1 and isinstance(op, Notify) and op.signal == "all_gather_shard_ready":
+            time.sleep(HELD_S)
+
+    given: Any = {"model": "tiny", "sequence": 512, "dtype": "f32", "account": True}
+    settings = TransformerSettings(**given, strategy="peer", only="compile,ideal")
+    with mock.patch.object(binding, "Executor", functools.partial(Executor, before_op=hold)):
+        variants = LayerVariants(settings, here(CPU))
+        found = accounts_of(variants, settings.names, lambda event: None)
+    torch.compiler.reset()
+    return found
+
+
+def test_an_account_adds_up_to_the_time_over_the_ideal(
+    pool: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of a run of two ranks: by part, with ops and modules, and little that has no name."""
-    args = ("--device", "cpu", "--model", "tiny", "--sequence", "512", "--layers", "1")
-    more = ("--dtype", "f32", "--seconds", "0.5", "--only", "compile,ideal", "--out", str(tmp_path))
-    text = bench(*args, *more, "--account").stdout
-    assert "compile, forward and backward on rank 0: " in text
-    lines = list(csv.DictReader((tmp_path / "account.csv").open()))
-    over = float(lines[0]["took_ms"]) - float(lines[0]["ideal_ms"])
-    assert sum(float(line["ms"]) for line in lines) == pytest.approx(over, rel=1e-3)
-    (rest,) = [float(line["ms"]) for line in lines if line["part"] == "rest"]
-    assert abs(rest) <= 0.1 * over, text
+    (found,), _ = pool(2).run(accounted, timeout_s=150)
+    lines, over = found["lines"], found["over_ms"]
+    assert sum(line["ms"] for line in lines) == pytest.approx(over)
+    assert sum(line["share"] for line in lines) == pytest.approx(1)
+    (rest,) = [line["ms"] for line in lines if line["part"] == "rest"]
+    assert abs(rest) <= 0.1 * over, lines
+    awaited = [line for line in lines if "expect all_gather_shard_ready" in line["what"]]
+    assert {line["part"] for line in awaited} == {"idle, signal"}
+    assert {line["module"] for line in awaited} == {
+        "layers.0.attention",
+        "layers.0.feed_forward.down",
+    }
+    assert sum(line["ms"] for line in awaited) == pytest.approx(2e3 * HELD_S, rel=0.1)
     parts = {line["part"] for line in lines}
-    named = {"idle, signal", "idle, launch", "elementwise", "boundaries", "matmuls in chunks"}
+    named = {"idle, launch", "elementwise", "attention", "boundaries", "matmuls in chunks"}
     assert named | {"copies", "sums", "matmuls slower than alone"} <= parts
     matmuls = [line for line in lines if line["part"] == "matmuls slower than alone"]
     assert {line["layer"] for line in matmuls} == {"layers.0"}
     assert all(re.match(r"aten.mm.* \d+x\d+x\d+", line["what"]) for line in matmuls)
     assert all(re.match("(forward|backward) [0-9]", line["ops"]) for line in matmuls)
+    show([found])
+    text = capsys.readouterr().out
+    assert "\ncompile, forward and backward on rank 0: " in text
+    assert re.search(r"\ncompile, by layer:\npart +layers.0 +in none\n", text)
+
+
+@pytest.mark.slow
+def test_an_account_is_printed_and_written(tmp_path: Path) -> None:
+    args = ("--device", "cpu", "--model", "tiny", "--sequence", "64", "--dtype", "f32")
+    more = ("--seconds", "0.5", "--only", "compile,inductor,ideal", "--out", str(tmp_path))
+    text = bench(*args, *more, "--account").stdout
+    with (tmp_path / "account.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    for way in ("compile", "inductor"):
+        assert f"\n{way}, forward and backward on rank 0: " in text
+        own = [line for line in lines if line["way"] == way]
+        over = float(own[0]["took_ms"]) - float(own[0]["ideal_ms"])
+        assert sum(float(line["ms"]) for line in own) == pytest.approx(over, rel=1e-2, abs=0.1)
+    assert all(line["commit"] and line["world"] == "2" for line in lines)
 
 
 def test_kernels_of_a_gpus_profile_are_those_behind_the_last_spin() -> None:
