@@ -215,7 +215,7 @@ class RacePlan:
     shown: Callable[[list[Row]], list[Row]] = lambda rows: rows
     """Picks the rows that people see."""
     more: Report = field(default_factory=dict[str, Any])
-    """What else is in the report, once all cases are measured."""
+    """Further entries of the report, filled as the cases are measured."""
 
 
 def benchmark(plan_of: Callable[[Any, Ranks, Tell], RacePlan]) -> Work:

@@ -181,13 +181,13 @@ class TransformerSettings(RaceSettings):
 
     def __post_init__(self) -> None:
         RaceSettings.__post_init__(self)
-        if self.account and ("ideal" not in self.names or len(self.names) == 1):
-            raise OptionError("--account is over the ideal: give --only ideal and another way")
         if min(*self.depths, self.sequence, self.batch) < 1:
             raise OptionError("--layers, --sequence and --batch must be >= 1")
         for form in words(self.forms):
             if form not in FORMS:
                 raise OptionError(f"--forms {form}: {choose_from(form, FORMS)}")
+        if self.account and ("ideal" not in self.names or len(self.names) == 1):
+            raise OptionError("--account is over the ideal: give --only ideal and another way")
 
     @property
     def depths(self) -> tuple[int, ...]:

@@ -135,19 +135,19 @@ def rows_of(settings: TransformerSettings, world: int, times: Mapping[str, Stage
 @benchmark
 def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> RacePlan:
     """Each number of layers in each form."""
+    accounts: list[Report] = []
 
     def measure(case: TransformerSettings, share: float) -> list[Row]:
         found = raced(case, ranks, tell, accounts)
         torch.compiler.reset()  # while the group of its graphs is there
         return found
 
-    accounts: list[Report] = []
     what = f"{settings.model} x {settings.layers}, {settings.batch} x {settings.sequence} tokens"
     return RacePlan(
+        more={"accounts": accounts} if settings.account else {},
         cases={f"{c.layers} {c.forms}": functools.partial(measure, c) for c in settings.cases},
         facts={"how": "measured", "world": ranks.size},
         headline=f", {ranks.size} ranks, {what} in {settings.dtype}; in ms",
-        more={"accounts": accounts} if settings.account else {},
     )
 
 
