@@ -132,7 +132,7 @@ def accounted() -> list[dict[str, Any]]:
         if rank == 1 and isinstance(op, Notify) and op.signal == "all_gather_shard_ready":
             time.sleep(HELD_S)
 
-    given: Any = {"model": "tiny", "sequence": 512, "dtype": "f32", "account": True}
+    given: Any = {"model": "tiny", "sequence": 512, "dtype": "f32", "account": True, "seconds": 1}
     settings = TransformerSettings(**given, strategy="peer", only="compile,ideal")
     with mock.patch.object(binding, "Executor", functools.partial(Executor, before_op=hold)):
         variants = LayerVariants(settings, here(CPU))

@@ -13,6 +13,7 @@ its own, and what profiling adds to the ideal is the rest, the time that no line
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -48,6 +49,7 @@ from interlace_bench.race import LEAD_CYCLES, burst, median, step
 from interlace_bench.settings import FLOAT8_LAYERS
 
 ROUNDS = 12
+"""Steps of each kind at least; while the time for timing lasts, in equal parts, there are more."""
 CALLS = 9
 """Calls of a matmul that tell what it takes alone."""
 KINDS = {
@@ -71,26 +73,24 @@ class Accounts:
     """The steps of variants beside the ideal's, on this rank. All ranks do the same."""
 
     def __init__(self, variants: LayerVariants) -> None:
-        self.variants, self.ranks = variants, variants.ranks
+        self.variants, self.ranks, self.settings = variants, variants.ranks, variants.settings
         self.x, self.gradient = variants.sets[0]
 
     def of(self, name: str) -> tuple[float, float, Lines]:
         """Seconds of the variant's step and of the ideal's, and lines of the difference."""
         torch.compiler.reset()  # TorchDynamo compiles the layers only so many times
-        form, plain = self.variants.settings.forms, self.variants.training(name)
-        without = self.variants.training("ideal")
-        by_op = name.startswith("compile") and not name.endswith("graph") and form == "whole"
-        traced = self.variants.training(name, trace=True) if by_op else plain
+        settings, training, begun = self.settings, self.variants.training, time.monotonic()
+        plain, without = training(name), training("ideal")
+        whole = settings.forms == "whole" and not name.endswith("graph")
+        by_op = whole and name.startswith("compile")
+        traced = training(name, trace=True) if by_op else plain
         record = self._traced if by_op else self._profiled
-        steps = [
-            (
-                self._run(plain).both,
-                record(traced),
-                self._run(without).both,
-                self._profiled(without),
-            )
-            for _ in range(ROUNDS + 1)
-        ]
+        limit, spent = settings.seconds / len(settings.names), 0.0
+        steps: list[tuple[float, Lines, float, Lines]] = []
+        while len(steps) <= ROUNDS or spent < limit:
+            own, lines = self._run(plain).both, record(traced)
+            steps.append((own, lines, self._run(without).both, self._profiled(without)))
+            (spent,) = self.ranks.maximum([time.monotonic() - begun])
         usual, recorded, of_ideal, profiled = zip(*steps[1:], strict=True)  # the first one compiles
         took, ideal, shown = min(usual), min(of_ideal), min(recorded, key=length)
         known = totals(min(profiled, key=length))
