@@ -262,7 +262,7 @@ def kernels(events: Iterable[Any], cuda: bool) -> list[Span]:
     begin = 0.0
     for event in events:
         start, end = event.time_range.start / 1e6, event.time_range.end / 1e6
-        if cuda and event.device_type is not DeviceType.CUDA:
+        if cuda and event.device_type != DeviceType.CUDA:
             continue
         if "spin_kernel" in event.name if cuda else event.name == MARK:
             begin = max(begin, end)
