@@ -214,6 +214,8 @@ class RacePlan:
     headline: str = ""
     shown: Callable[[list[Row]], list[Row]] = lambda rows: rows
     """Picks the rows that people see."""
+    more: Report = field(default_factory=dict[str, Any])
+    """Further entries of the report, filled as the cases are measured."""
 
 
 def benchmark(plan_of: Callable[[Any, Ranks, Tell], RacePlan]) -> Work:
@@ -242,7 +244,7 @@ def benchmark(plan_of: Callable[[Any, Ranks, Tell], RacePlan]) -> Work:
         if ranks.me:
             return None
         report = {"rows": rows, "skipped": skipped, "facts": common}
-        return {**report, "headline": plan.headline, "shown": plan.shown(rows)}
+        return {**report, "headline": plan.headline, "shown": plan.shown(rows), **plan.more}
 
     return work
 

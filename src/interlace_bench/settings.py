@@ -176,6 +176,9 @@ class TransformerSettings(RaceSettings):
     sequence: Annotated[int, typer.Option(help="Tokens of a sequence, over all ranks.")] = 8192
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1
     dtype: Annotated[Literal["bf16", "f32"], typer.Option(help="Element type.")] = "bf16"
+    account: Annotated[
+        bool, typer.Option("--account", help="Say where each way's time over the ideal goes.")
+    ] = False
     strategy: Strategy = "auto"
     calibration: Calibration = None
     world: World = None
@@ -190,6 +193,8 @@ class TransformerSettings(RaceSettings):
         for form in words(self.forms):
             if form not in FORMS:
                 raise OptionError(f"--forms {form}: {choose_from(form, FORMS)}")
+        if self.account and ("ideal" not in self.names or len(self.names) == 1):
+            raise OptionError("--account is over the ideal: give --only ideal and another way")
 
     @property
     def depths(self) -> tuple[int, ...]:

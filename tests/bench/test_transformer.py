@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import csv
+import functools
 import importlib
 import importlib.util
 import math
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,6 +18,7 @@ import pytest
 import torch
 from tests.support.pool import Pool
 from torch._inductor import config as inductor_config
+from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
@@ -20,6 +27,11 @@ from interlace.cli import app
 from interlace.demo.model import Plain
 from interlace.errors import UnsupportedError
 from interlace.float8 import Recipe
+from interlace.frontend import binding
+from interlace.ir import Notify, Op
+from interlace.runtime import Executor
+from interlace.trace.account import divided, totals
+from interlace_bench.layers.account import GAP, accounts_of, kernels, of_kernel, show
 from interlace_bench.layers.models import (
     MODELS,
     DistGemm,
@@ -108,6 +120,100 @@ def test_dist_gemm_computes_what_eager_does(pool: Pool) -> None:
     for refusal, off in pool(2).run(dist_gemm_off, timeout_s=110):
         assert refusal == "dist-gemm needs GPUs"
         assert off <= LIMIT
+
+
+HELD_S = 0.06
+
+
+def accounted() -> list[dict[str, Any]]:
+    """The account of a compiled layer whose second rank is late with its first signal."""
+
+    def hold(rank: int, index: int, op: Op) -> None:
+        if rank == 1 and isinstance(op, Notify) and op.signal == "all_gather_shard_ready":
+            time.sleep(HELD_S)
+
+    given: Any = {"model": "tiny", "sequence": 512, "dtype": "f32", "account": True, "seconds": 1}
+    settings = TransformerSettings(**given, strategy="peer", only="compile,ideal")
+    with mock.patch.object(binding, "Executor", functools.partial(Executor, before_op=hold)):
+        variants = LayerVariants(settings, here(CPU))
+        found = accounts_of(variants, settings.names, lambda event: None)
+    torch.compiler.reset()
+    return found
+
+
+def test_an_account_adds_up_to_the_time_over_the_ideal(
+    pool: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run of two ranks: by part, with ops and modules, and little that has no name."""
+    (found,), _ = pool(2).run(accounted, timeout_s=150)
+    lines, over = found["lines"], found["over_ms"]
+    assert sum(line["ms"] for line in lines) == pytest.approx(over)
+    assert sum(line["share"] for line in lines) == pytest.approx(1)
+    (rest,) = [line["ms"] for line in lines if line["part"] == "rest"]
+    assert abs(rest) <= 0.1 * over, lines
+    awaited = [line for line in lines if "expect all_gather_shard_ready" in line["what"]]
+    assert {line["part"] for line in awaited} == {"idle, signal"}
+    assert {line["module"] for line in awaited} == {
+        "layers.0.attention",
+        "layers.0.feed_forward.down",
+    }
+    assert sum(line["ms"] for line in awaited) == pytest.approx(2e3 * HELD_S, rel=0.1)
+    parts = {line["part"] for line in lines}
+    named = {"idle, launch", "elementwise", "attention", "boundaries", "matmuls in chunks"}
+    assert named | {"copies", "sums", "matmuls slower than alone"} <= parts
+    matmuls = [line for line in lines if line["part"] == "matmuls slower than alone"]
+    assert {line["layer"] for line in matmuls} == {"layers.0"}
+    assert all(re.match(r"aten.mm.* \d+x\d+x\d+", line["what"]) for line in matmuls)
+    assert all(re.match("(forward|backward) [0-9]", line["ops"]) for line in matmuls)
+    show([found])
+    text = capsys.readouterr().out
+    assert "\ncompile, forward and backward on rank 0: " in text
+    assert re.search(r"\ncompile, by layer:\npart +layers.0 +in none\n", text)
+
+
+@pytest.mark.slow
+def test_an_account_is_printed_and_written(tmp_path: Path) -> None:
+    args = ("--device", "cpu", "--model", "tiny", "--sequence", "64", "--dtype", "f32")
+    more = ("--seconds", "0.5", "--only", "compile,inductor,ideal", "--out", str(tmp_path))
+    text = bench(*args, *more, "--account").stdout
+    with (tmp_path / "account.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    for way in ("compile", "inductor"):
+        assert f"\n{way}, forward and backward on rank 0: " in text
+        own = [line for line in lines if line["way"] == way]
+        over = float(own[0]["took_ms"]) - float(own[0]["ideal_ms"])
+        assert sum(float(line["ms"]) for line in own) == pytest.approx(over, rel=1e-2, abs=0.1)
+    assert all(line["commit"] and line["world"] == "2" for line in lines)
+
+
+def test_kernels_of_a_gpus_profile_are_those_behind_the_last_spin() -> None:
+    """With communication where nothing computes, by the names that kernels have on a GPU."""
+    found = [
+        ("void at::native::elementwise_kernel<128>", 0, 9),
+        ("at::cuda::(anonymous namespace)::spin_kernel(long)", 10, 20),
+        ("nvjet_tst_256x128_64x4_2x1_v_bz_coopA_NTT", 20, 50),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 40, 60),
+        ("Memcpy PtoP (Device -> Device)", 60, 62),
+        ("Memcpy DtoD (Device -> Device)", 70, 75),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob", 75, 95),
+        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", 95, 99),
+    ]
+    kinds: Any = {"is_user_annotation": False, "device_type": DeviceType.CUDA}
+    events: list[Any] = [
+        SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), **kinds)
+        for name, start, end in found
+    ]
+    host = SimpleNamespace(name="aten::mm", time_range=SimpleNamespace(start=21, end=90), **kinds)
+    host.device_type = DeviceType.CPU
+    lines = divided(kernels([*events, host], cuda=True), of_kernel, lambda at: GAP)
+    assert {part: round(seconds * 1e6) for part, seconds in totals(lines).items()} == {
+        "exposed communication": 12,
+        "idle, launch": 8,
+        "matmuls": 30,
+        "attention": 20,
+        "copies": 5,
+        "elementwise": 4,
+    }
 
 
 def forms() -> list[dict[str, Any]]:
@@ -246,6 +352,7 @@ def test_rates_follow_from_the_times() -> None:
         (("--dtype", "f8"), "'f8' is not one of 'bf16', 'f32'"),
         (("--layers", "0"), "must be >= 1"),
         (("--layers", "1,few"), "--layers 1,few: give numbers, with commas"),
+        (("--account", "--only", "compile"), "over the ideal: give --only ideal and another way"),
         (("--forms", "parts"), "--forms parts: choose from whole, blocks"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ def by_torch(folder: str) -> dict[str, str]:
     told |= {"after": interlace.explain(call), "plain": interlace.explain(model)}
     page = interlace.report(call, f"{folder}/{dist.get_rank()}.html")
     told |= {"page": page.read_text(), "why": interlace.explain(call, why=True)}
+    told |= {"account": interlace.explain(call, account=True)}
     torch.compiler.reset()
     return told | {"reset": interlace.explain(call)}
 
@@ -90,6 +92,9 @@ def test_of_a_module_by_torch_compile(pool: Pool, tmp_path: Path) -> None:
         ):
             assert word in told["page"]
         assert "forward: 2 communications, 0 serial, sound" in told["why"]
+        assert told["account"].count("  account of the last run, ") == 2
+        assert re.search(r"aten.addmm.out \d+x32x32 +up +forward \d+, \d+", told["account"])
+        assert "exposed communication" in told["account"]
 
 
 def broken_or_regathered() -> tuple[str, str, str]:

@@ -44,7 +44,11 @@ from interlace.trace.figures import site_figures
 
 
 def explain(
-    model: Callable[..., object] | ProgramOrPath, *, why: bool = False, memory: bool = False
+    model: Callable[..., object] | ProgramOrPath,
+    *,
+    why: bool = False,
+    memory: bool = False,
+    account: bool = False,
 ) -> str:
     """Describes how each communication of a compiled model is overlapped, and why.
 
@@ -54,6 +58,8 @@ def explain(
         why: leaves only what stays serial, and says what keeps a model from being overlapped where
             nothing is.
         memory: adds what is alive at the peak of memory, by module.
+        account: adds where the time of a recorded run went: computation by kind, exposed
+            communication by site, and idle time by what was waited for, with ops and modules.
 
     Returns:
         A text: of each communication the strategy, the reason, the predicted time and, where a run
@@ -78,7 +84,7 @@ def explain(
     for number, group in enumerate(groups, 1):
         if (origin := group[0].setting.origin) is not None:
             texts.append(f"graph {number} of {len(groups)}: {origin.name}")
-        texts.append(explain_graphs(group, why, memory))
+        texts.append(explain_graphs(group, why, memory, account))
     return "\n\n".join([*texts, *(_hints(graphs) if why else ())])
 
 
@@ -204,18 +210,23 @@ def _hints(graphs: Sequence[CompiledGraph]) -> Iterator[str]:
 # -- texts of Programs and graphs ----------------------------------------------------------------
 
 
-def explain_bound(bound: Iterable[Bound], why: bool = False, memory: bool = False) -> str:
+def explain_bound(
+    bound: Iterable[Bound], why: bool = False, memory: bool = False, account: bool = False
+) -> str:
     """The sites, remarks and memory of bound Programs, one Program after another; `why` leaves only
-    the sites that stay serial, `memory` adds what is alive at the peak."""
-    return "\n\n".join(_one(each, why, memory) for each in bound)
+    the sites that stay serial, `memory` adds what is alive at the peak, `account` where the time of
+    a recorded run went."""
+    return "\n\n".join(_one(each, why, memory, account) for each in bound)
 
 
-def explain_graphs(graphs: Iterable[CompiledGraph], why: bool = False, memory: bool = False) -> str:
+def explain_graphs(
+    graphs: Iterable[CompiledGraph], why: bool = False, memory: bool = False, account: bool = False
+) -> str:
     """The same of compiled graphs, with what becomes of those that have no Program."""
     texts = [
         _unbound(graph)
         if graph.unscheduled or not graph.bound
-        else explain_bound(graph.bound, why, memory)
+        else explain_bound(graph.bound, why, memory, account)
         for graph in graphs
     ]
     return "\n\n".join(texts)
@@ -236,7 +247,7 @@ def _memory(taken: RunMemory, table: bool) -> list[str]:
     return [f"  memory: {taken.line()}", *(f"     {row}" for row in rows)]
 
 
-def _one(bound: Bound, why: bool, memory: bool) -> str:
+def _one(bound: Bound, why: bool, memory: bool, account: bool) -> str:
     program, sizes = bound.program, bound.executor.sizes
     head = [_head(bound.kind, program.sites, why), "sound" if bound.report.sound else "unsound"]
     found = candidates(bound.serial, bound.executor.options, bound.machine)
@@ -248,7 +259,20 @@ def _one(bound: Bound, why: bool, memory: bool) -> str:
         if sizes.sizes and (engine := bound.executor.engine) is not None:
             now = run_memory(bound.programs, sizes, engine.context.values.sizes.values)
             lines += _memory(now, False)
+    if account:
+        lines += _account(bound)
     return "\n".join([", ".join(head) + (f" where {sizes}" if sizes.sizes else ""), *lines])
+
+
+def _account(bound: Bound) -> list[str]:
+    """Where the time of the run that was recorded last went, or that none was."""
+    from interlace.trace import account as of  # a run loads no account
+
+    if (timeline := bound.measured) is None:
+        return ["  account: no run was recorded: compile with the option trace"]
+    cells = [of.HEADINGS, *of.account_rows(of.account(bound.program, timeline))]
+    head = f"  account of the last run, {timeline.makespan_s * 1e3:.3f} ms:"
+    return [head, *(f"     {row}" for row in _columns(cells))]
 
 
 def _sites(

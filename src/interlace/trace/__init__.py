@@ -6,6 +6,7 @@ page_data.py  what the page's script reads
 memory.py     the memory of a run as a picture
 summary.py    the page's figures: its head, the tables of sites and of overlap
 figures.py    the overlap figures as text or data
+account.py    where the time of a measured run went, in parts that add up
 tracks.py     runs, what stands in one row, the arrows, and how files are written
 
     plain = Run((serial,), simulate(serial), label="serial")

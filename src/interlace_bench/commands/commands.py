@@ -174,11 +174,14 @@ def conclude(benchmark: Benchmark, settings: of.BenchSettings) -> None:
     if report is None:
         return
     from interlace_bench import bars
-    from interlace_bench.rows import plain
+    from interlace_bench.rows import append, plain
 
     rows, headline = report["rows"], report.pop("headline", "")
     shown = [row for row in report.pop("shown", rows) if not row["error"]]
     verdicts = bars.judge(settings.name, rows) if getattr(settings, "check", False) else []
+    if settings.out is not None:
+        for each in report.get("accounts", ()):
+            append(settings.out / "account.csv", [row | report["facts"] for row in each["lines"]])
     if settings.json:
         print_json({"schema": 1, **plain(report), "bars": [item.to_json() for item in verdicts]})
     else:
@@ -194,6 +197,10 @@ def conclude(benchmark: Benchmark, settings: of.BenchSettings) -> None:
             say(f"  {' '.join(filter(None, words))}: {row['error']}")
         if report.get("skipped"):
             say(f"no time left for: {'; '.join(report['skipped'])}")
+        if report.get("accounts"):
+            from interlace_bench.layers.account import show
+
+            show(report["accounts"])
         if verdicts:
             _show_bars(verdicts)
         elif getattr(settings, "check", False):

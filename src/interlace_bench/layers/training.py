@@ -38,7 +38,7 @@ from interlace.demo.model import Plain
 from interlace.demo.train import registered
 from interlace.errors import UnsupportedError
 from interlace.float8 import Recipe
-from interlace.launch import Tell
+from interlace.launch import Report, Tell
 from interlace_bench.kernels.case import needed
 from interlace_bench.layers.inference import apart
 from interlace_bench.layers.models import (
@@ -138,23 +138,27 @@ def rows_of(settings: TransformerSettings, world: int, times: Mapping[str, Stage
 @benchmark
 def work(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> RacePlan:
     """Each number of layers in each form."""
+    accounts: list[Report] = []
 
     def measure(case: TransformerSettings, share: float) -> list[Row]:
-        found = raced(case, ranks, tell)
+        found = raced(case, ranks, tell, accounts)
         torch.compiler.reset()  # while the group of its graphs is there
         return found
 
     who = f"a mirror of {ranks.size} ranks (no link)" if settings.mirror else f"{ranks.size} ranks"
     what = f"{settings.model} x {settings.layers}, {settings.batch} x {settings.sequence} tokens"
     return RacePlan(
+        more={"accounts": accounts} if settings.account else {},
         cases={f"{c.layers} {c.forms}": functools.partial(measure, c) for c in settings.cases},
         facts={"how": "mirror" if settings.mirror else "measured", "world": ranks.size},
         headline=f", {who}, {what} in {settings.dtype}; in ms",
     )
 
 
-def raced(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> list[Row]:
-    """The rows of one case."""
+def raced(
+    settings: TransformerSettings, ranks: Ranks, tell: Tell, accounts: list[Report]
+) -> list[Row]:
+    """The rows of one case, and accounts of it where they are asked for."""
     trained = LayerVariants(settings, ranks)
     racers = run_race(
         ranks,
@@ -167,6 +171,11 @@ def raced(settings: TransformerSettings, ranks: Ranks, tell: Tell) -> list[Row]:
         name: slowest(ranks, Stages() if racer.problem else trained.laps[name].medians())
         for name, racer in racers.items()
     }
+    if settings.account:
+        from interlace_bench.layers.account import accounts_of  # which needs this module
+
+        ready = [name for name, racer in racers.items() if not racer.problem]
+        accounts += accounts_of(trained, ready, tell)
     known = zip(rows_of(settings, ranks.size, times), racers.values(), strict=True)
     rows = [{**row, **racer.row} for row, racer in known]
     for row in rows if settings.mirror else ():
@@ -400,6 +409,8 @@ class LayerVariants:
                 return eager
 
     def _compiled(self, training: Training, options: Any = None, **how: Any) -> Training:
+        if self.settings.account and not how:  # profiles know Inductor's kernels on a CPU, too
+            options = {**(options or {}), "cpp.enable_kernel_profile": not self.ranks.cuda}
         run = functools.partial(torch.compile, dynamic=False, options=options or None, **how)
         layers = training.forward
         if "blocks" not in self.settings.forms:
