@@ -24,14 +24,22 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from interlace.cli import app
+from interlace.cost.op_times import at_hand
 from interlace.demo.model import Plain
 from interlace.errors import UnsupportedError
 from interlace.float8 import Recipe
 from interlace.frontend import binding
-from interlace.ir import Notify, Op
+from interlace.ir import Call, Notify, Op, parse
 from interlace.runtime import Executor
 from interlace.trace.account import divided, totals
-from interlace_bench.layers.account import GAP, accounts_of, kernels, of_kernel, show
+from interlace_bench.layers.account import (
+    GAP,
+    accounts_of,
+    kernels,
+    of_kernel,
+    of_layouts,
+    show,
+)
 from interlace_bench.layers.models import (
     MODELS,
     DistGemm,
@@ -184,6 +192,22 @@ def test_an_account_is_printed_and_written(tmp_path: Path) -> None:
         over = float(own[0]["took_ms"]) - float(own[0]["ideal_ms"])
         assert sum(float(line["ms"]) for line in own) == pytest.approx(over, rel=1e-2, abs=0.1)
     assert all(line["commit"] and line["world"] == "2" for line in lines)
+
+
+def test_a_matmul_in_place_is_timed_alone() -> None:
+    program = parse(
+        """
+def f(x: f32[4, 8], w: f32[8, 6], y: f32[4, 6]):
+    main: call("aten.addmm_.default", y, x, w, out=y, mutates=True)
+    main: call("aten.mm.out", x, w, out=y)
+    return y
+"""
+    )
+    box = at_hand(program.boxes(0))
+    for op in program.ops:
+        assert isinstance(op, Call)
+        result: Any = of_layouts(op, box, torch.device("cpu"))()
+        assert result.shape == (4, 6)
 
 
 def test_kernels_of_a_gpus_profile_are_those_behind_the_last_spin() -> None:

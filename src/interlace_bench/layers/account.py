@@ -186,9 +186,9 @@ def of_layouts(
         return drawn(box(arg), device) if isinstance(arg, View) else decode(arg, device)
 
     args, kwargs = [*map(value, call.args)], {name: value(arg) for name, arg in call.kwargs}
-    if call.outs:
-        kwargs["out"] = value(call.outs[0])
     operator = resolve(call.fn)
+    if call.outs and not call.mutates:  # one in place has it among its arguments
+        kwargs["out"] = value(call.outs[0])
     return torch.no_grad()(lambda: operator(*args, **kwargs))
 
 
