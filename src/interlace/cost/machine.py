@@ -120,7 +120,9 @@ class Link:
     lane: float = 0.0
     """Part of a compute lane that a transfer takes: 1 for a core that copies, 0 for an engine."""
     steals: float = 0.0
-    """The fraction of compute speed that a transfer costs the rank while it runs."""
+    """The fraction of compute speed that a transfer costs the rank while it runs,"""
+    draws: float = 0.0
+    """and the least that it costs one at its power limit, on which it draws."""
     curves: tuple[tuple[str, Curve], ...] = ()
     """Measured times, which go before the two figures: seconds by the bytes through a rank's link,
     for each kind of transfer (`get`, `put`, `all_gather`, ...), also as `kind@ranks`; between hosts
@@ -189,6 +191,13 @@ class Machine:
     """and how many units compute at once: a matmul takes whole waves of tiles."""
     gemms: tuple[GemmTime, ...] = ()
     """Matmuls that were measured: they go before the model."""
+    attention: tuple[float, float] = (1.0, 1.0)
+    """Parts of a large matmul's speed that attention has, forward and backward."""
+    boost_s: float = 0.0
+    """Seconds that the device computes at these speeds after a rest, until its power limit lowers
+    its clock,"""
+    sustained: float = 1.0
+    """and the part of the speeds of matmuls and attention that is left then."""
     fused: float = 1.0
     """Factor on a matmul's time in a kernel that also waits and signals."""
     memory_bandwidth: float
@@ -246,6 +255,18 @@ class Machine:
         """The same where a captured graph is replayed: the host issues nothing."""
         issue = tuple((what, 0.0) for what, _ in self.issue)
         return self.replace(issue=issue, issue_s=0.0, captured=True)
+
+    @property
+    def power_limited(self) -> Machine:
+        """The same at its power limit, where matmuls and attention run at the sustained speed."""
+        speeds = ((dtype, self.sustained * flops) for dtype, flops in self.gemm_flops)
+        gemms = (dataclasses.replace(t, seconds=t.seconds / self.sustained) for t in self.gemms)
+        links = (
+            (name, dataclasses.replace(link, steals=max(link.steals, link.draws)))
+            for name, link in self.links
+        )
+        found = {"gemm_flops": tuple(speeds), "gemms": tuple(gemms), "links": tuple(links)}
+        return self.replace(**found, sustained=1.0)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a calibration file for this host to `path`, whole or not at all."""
@@ -315,6 +336,10 @@ NCCL_GATHER = _curve(SIZES, (15, 16, 22, 38, 83, 203, 676, 2393))
 """Four ranks, from 12 MB up as measured."""
 NCCL_SCATTER = _curve(SIZES, (15, 17, 24, 42, 92, 220, 720, 2500))
 NCCL_REDUCE = _curve(tuple(2 * size for size in SIZES), (20, 22, 33, 64, 140, 385, 1340, 4900))
+PAIR = (2_100, 4_200, 6_300, 12_600, 37_700, 67_100, 134_200)
+NCCL_GATHER_2 = _curve((6, *PAIR), (15, 38, 46, 57, 80, 174, 298, 572))
+"""Two ranks: what NCCL adds to matmuls in graphs (`sequential` in the rows of overlap.csv)."""
+NCCL_SCATTER_2 = _curve((6, *PAIR), (15, 37, 43, 49, 77, 187, 337, 644))
 EXCHANGE = _curve(SIZES[:6], (9, 9.5, 12, 20, 52, 190))
 """One kernel in which every rank writes to its peers."""
 EXCHANGE_REDUCE = _curve((12, 200, 1_600, 6_000, 24_000), (11, 12, 17, 33, 98))
@@ -342,7 +367,10 @@ H200 = Machine(
     gemm_tile=(128, 256),
     gemm_tiles=((128, 128, 0.85), (64, 128, 0.65), (64, 64, 0.45)),
     units=132,
-    memory_bandwidth=3.9e12,
+    attention=(0.775, 0.678),
+    boost_s=30e-3,
+    sustained=0.86,
+    memory_bandwidth=4.2e12,
     launch_s=3e-6,
     issue_s=18e-6,
     issue=(
@@ -367,7 +395,9 @@ H200 = Machine(
                 steals=0.7,
                 curves=(
                     ("all_gather", NCCL_GATHER),
+                    ("all_gather@2", NCCL_GATHER_2),
                     ("reduce_scatter", NCCL_SCATTER),
+                    ("reduce_scatter@2", NCCL_SCATTER_2),
                     ("all_reduce", NCCL_REDUCE),
                 ),
             ),
@@ -378,6 +408,7 @@ H200 = Machine(
                 latency_s=11e-6,
                 bandwidth=360e9,
                 steals=0.1,
+                draws=0.3,
                 curves=(
                     ("all_gather", EXCHANGE),
                     ("reduce_scatter", EXCHANGE),
