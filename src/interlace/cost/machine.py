@@ -332,9 +332,11 @@ def _curve(kilobytes: tuple[int, ...], microseconds: tuple[float, ...]) -> Curve
 
 
 SIZES = (6, 100, 800, 3_000, 12_000, 48_000, 192_000, 768_000)
-NCCL_GATHER = _curve(SIZES, (15, 16, 22, 38, 83, 203, 676, 2393))
-"""Four ranks, from 12 MB up as measured."""
-NCCL_SCATTER = _curve(SIZES, (15, 17, 24, 42, 92, 220, 720, 2500))
+QUAD = (6, 100, 800, 3_000, 12_000, 25_000, 50_000, 100_000, 201_000, 768_000)
+NCCL_GATHER = _curve(QUAD, (15, 16, 22, 38, 83, 118, 197, 354, 675, 2390))
+"""Four ranks, from 12 MB up as measured: alone (50 MB in interconnect.csv), or what NCCL adds to
+matmuls in graphs (`sequential` in overlap.csv)."""
+NCCL_SCATTER = _curve(QUAD, (15, 17, 24, 42, 83, 113, 197, 375, 754, 2800))
 NCCL_REDUCE = _curve(tuple(2 * size for size in SIZES), (20, 22, 33, 64, 140, 385, 1340, 4900))
 PAIR = (2_100, 4_200, 6_300, 12_600, 37_700, 67_100, 134_200)
 NCCL_GATHER_2 = _curve((6, *PAIR), (15, 38, 46, 57, 80, 174, 298, 572))
