@@ -58,6 +58,10 @@ class Task:
     after: list[int] = field(default_factory=list[int])
     """The tasks that wait for it."""
 
+    def port(self, place: int) -> str:
+        """Which way a transfer goes through the link of a place."""
+        return self.ports[self.places.index(place)]
+
 
 @dataclass(slots=True)
 class PlacedOp:

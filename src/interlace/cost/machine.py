@@ -122,7 +122,7 @@ class Link:
     steals: float = 0.0
     """The fraction of compute speed that a transfer costs the rank while it runs,"""
     draws: float = 0.0
-    """and the least that it costs one at its power limit, on which it draws."""
+    """or, if more, one whose power limit it draws on."""
     curves: tuple[tuple[str, Curve], ...] = ()
     """Measured times, which go before the two figures: seconds by the bytes through a rank's link,
     for each kind of transfer (`get`, `put`, `all_gather`, ...), also as `kind@ranks`; between hosts
@@ -198,8 +198,6 @@ class Machine:
     its clock,"""
     sustained: float = 1.0
     """and the part of the speeds of matmuls and attention that is left then."""
-    fused: float = 1.0
-    """Factor on a matmul's time in a kernel that also waits and signals."""
     memory_bandwidth: float
     """Bytes a second that a pointwise op reads and writes."""
     launch_s: float
@@ -259,14 +257,13 @@ class Machine:
     @property
     def power_limited(self) -> Machine:
         """The same at its power limit, where matmuls and attention run at the sustained speed."""
-        speeds = ((dtype, self.sustained * flops) for dtype, flops in self.gemm_flops)
-        gemms = (dataclasses.replace(t, seconds=t.seconds / self.sustained) for t in self.gemms)
-        links = (
-            (name, dataclasses.replace(link, steals=max(link.steals, link.draws)))
-            for name, link in self.links
+        change, part = dataclasses.replace, self.sustained
+        return self.replace(
+            gemm_flops=tuple([(dtype, part * flops) for dtype, flops in self.gemm_flops]),
+            gemms=tuple([change(gemm, seconds=gemm.seconds / part) for gemm in self.gemms]),
+            links=tuple([(k, change(x, steals=max(x.steals, x.draws))) for k, x in self.links]),
+            sustained=1.0,
         )
-        found = {"gemm_flops": tuple(speeds), "gemms": tuple(gemms), "links": tuple(links)}
-        return self.replace(**found, sustained=1.0)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a calibration file for this host to `path`, whole or not at all."""
@@ -428,14 +425,5 @@ H200 = Machine(
         ("gloo", Link(latency_s=300e-6, bandwidth=1.1e9, shared=True)),
     ),
 )
-"""Four H200s with 18 NVLinks a pair: gathers of 16 to 1024 MB and copies of 2 to 16 MB were
-measured, the rest is like what is published of such machines; so are links between hosts, where
-each GPU has an interface of 400 Gb/s. What NCCL steals is the time by which matmuls ended later
-beside its gathers (four H100s: 0.8 to 0.9 of the gather's own time), and fits `pipeline` best. What
-the host takes was fitted to runs on two and four GPUs (rows at c0e8cf99, 8a3c1e1, ed488af5,
-eb5699a, 28c5d903 and 4d50897): six of seven of their medians by site and strategy are within a
-fifth. Hosts of older rows were up to three times as fast; there too it leads to strategies near the
-best (tests/passes/test_measured_choices.py). What a signal costs the stream that raises it is what
-GEMM+RS by `get` took longer than by `put` in graphs, over its three signals: 3 to 10 us each. What
-copies take from matmuls beside them was chosen for GEMM+RS 16384,7168,8192 in graphs: with 0.02
-`get` was taken, and `fused` is 4.5 to 7 % faster (rows at 4d50897 and f7faf6c)."""
+"""H200s with 18 NVLinks a pair; between hosts each has an interface of 400 Gb/s, as is published of
+such machines. docs/explanation/prediction.md says which rows each figure was fitted to."""

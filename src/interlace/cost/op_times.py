@@ -261,8 +261,8 @@ def fused_costs(op: Fused, box: Boxes, machine: Machine) -> list[tuple[Cost, flo
         if shape is not None:
             whole = rows[shape.dtype, shape.inner, shape.columns, shape.batch]
             sizes = shape.dtype, *numbers((whole, shape.inner, shape.columns, shape.batch))
-            took = gemm_seconds(machine, *sizes) * machine.fused
-            wave = wave_seconds(machine, shape.dtype, number(shape.inner)) * machine.fused
+            took = gemm_seconds(machine, *sizes)
+            wave = wave_seconds(machine, shape.dtype, number(shape.inner))
             work = took * number(shape.rows) / whole
             costs.append((Cost(work_s=work), min(took, wave)))
         else:

@@ -192,7 +192,7 @@ class _Play:
         going = {"out": 0.0, "in": 0.0, "both": 0.0, "each": 0.0}
         """Transfers at the place, by port."""
         for other in company:
-            cost, port = tasks[other].cost, _port(tasks[other], place)
+            cost, port = tasks[other].cost, tasks[other].port(place)
             if cost.transport is None:
                 load += 1
                 continue
@@ -211,7 +211,7 @@ class _Play:
             "in": inward,
             "both": outward + inward - going["both"],
             "each": max(outward, inward),
-        }[_port(tasks[index], place)]
+        }[tasks[index].port(place)]
         return (share if self.links[mine.transport, mine.between].lane else 1.0) / sharing
 
     # what is told of it
@@ -242,8 +242,3 @@ class _Play:
         for (name, _), intervals in worked.items():
             found[name] = max(found.get(name, 0.0), length(union(intervals)))
         return found
-
-
-def _port(task: Task, place: int) -> str:
-    """Which way a transfer goes through the link of a place."""
-    return task.ports[task.places.index(place)]
