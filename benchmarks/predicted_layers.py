@@ -4,10 +4,10 @@ python -m benchmarks.predicted_layers                       # of results/transfo
 python -m benchmarks.predicted_layers ROWS.csv --gpu H200   # of another file, of one kind of GPU
 
 No GPU is needed: one rank's layers are traced on fake tensors beside a fake process group, lowered
-for the built-in machine and simulated. `inductor` is the serial Program, which gathers nothing again
-in backward; `ideal` is that on links that take no time; `compile` is the one that `auto` overlaps.
-A row is shown with the time of forward and backward, how far the prediction is off, and the gain
-over NCCL, which is the fastest of Inductor's ways over the time of this one, as the row has it.
+for the built-in machine and simulated. `inductor` is the serial Program, which in backward gathers
+nothing again; `ideal` is that on links that take no time; `compile` is what `auto` overlaps. A row
+is shown with the time of forward and backward, how far the prediction is off, and the gain over
+NCCL: the time of the fastest of Inductor's ways over that of this one, as rows have it.
 
 Note [In a burst]
     Rows are means of bursts of launches, each after a rest. The GPU computes at its boost clock for
@@ -211,13 +211,13 @@ def traced(case: Case, again: bool) -> tuple[Program, ...]:
 @contextmanager
 def _fake_ranks(world: int) -> Iterator[None]:
     """A process group whose other ranks are not there: nothing is bound, and none is asked."""
-    within = "interlace.frontend"
+    within, machine = "interlace.frontend", default_machine("cuda")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         with (
-            mock.patch.object(CompiledGraph, "prepare", lambda self: None),
+            mock.patch.object(CompiledGraph, "prepare"),
             mock.patch(f"{within}.partition.consent_of_ranks", lambda _, w, __: [x for _, x in w]),
-            mock.patch(f"{within}.backend.shared_machine", lambda *_: default_machine("cuda")),
+            mock.patch(f"{within}.backend.shared_machine", return_value=machine),
         ):
             yield
     finally:

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from interlace.cost.graph import Task, TaskGraph, build
+from interlace.cost.graph import TaskGraph, build
 from interlace.cost.machine import Machine, default_machine
 from interlace.cost.op_times import op_kind, op_name, run_issue_seconds
 from interlace.cost.symmetry import SimulatedRanks
