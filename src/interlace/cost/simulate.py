@@ -119,7 +119,8 @@ class _Play:
         self.version = [0] * count
         self.begin = [0.0] * count
         self.active: defaultdict[int, set[int]] = defaultdict(set)  # by place
-        self.links = {link: machine.link(*link) for link in graph.links}
+        used = {(task.cost.transport, task.cost.between) for task in graph.tasks}
+        self.links = {link: machine.link(*link) for link in used}
         self.events: list[tuple[float, int, int]] = []  # (when, task, version; -1: fixed part over)
 
     def run(self) -> None:
