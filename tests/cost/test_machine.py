@@ -43,6 +43,36 @@ def test_peer_copy_on_h200(nbytes: float, rate: float) -> None:
     assert link.latency_s + nbytes / link.bandwidth == pytest.approx(nbytes / rate, rel=0.12)
 
 
+@pytest.mark.parametrize(
+    ("heads", "backward", "us"),
+    [(16, False, 482), (16, True, 1378), (8, False, 280), (8, True, 775)],
+)
+def test_attention_on_h200(heads: int, backward: bool, us: float) -> None:
+    """cuDNN's kernels of a causal attention; the model was fitted to 16 heads."""
+    shape = f"bf16[1, {heads}, 8192, 128]"
+    name, tensors = "aten._scaled_dot_product_flash_attention", "q, k, v"
+    if backward:
+        name, tensors = f"{name}_for_cpu_backward", "v, q, k, v, v, q"
+    call = f'    main: call("{name}{"" if backward else "_for_cpu"}.default", {tensors}, 0.0, True'
+    head = f"def p(q: {shape}, k: {shape}, v: {shape}):\n"
+    causal = seconds_of(parse(f"{head}{call}, out=(y := {shape}))\n"))
+    assert causal == pytest.approx(us * 1e-6, rel=0.05)
+    whole = seconds_of(parse(f"{head}{call.replace('True', 'False')}, out=(y := {shape}))\n"))
+    assert 1.7 * causal < whole < 2 * causal
+
+
+def test_a_machine_at_its_power_limit_computes_more_slowly() -> None:
+    gemm = GemmTime(dtype="bf16", m=8, k=8, n=8, seconds=1e-6)
+    limited = H200.replace(gemms=(gemm,)).power_limited
+    assert limited.flops(DType.bf16) == H200.sustained * H200.flops(DType.bf16) < 750e12
+    assert limited.gemms[0].seconds == pytest.approx(1e-6 / H200.sustained)
+    assert limited.memory_bandwidth == H200.memory_bandwidth
+    assert limited.link("peer").steals == H200.link("peer").draws > H200.link("peer").steals
+    assert limited.link("nccl").steals == H200.link("nccl").steals
+    assert limited.power_limited == limited, "it is there already"
+    assert default_machine("cpu").power_limited == default_machine("cpu")
+
+
 def test_an_unknown_transport_is_like_the_default() -> None:
     assert H200.link("ucc") == H200.link(None) == H200.link("nccl")
     assert H200.link("ucc", between=True) == H200.link(None, between=True) != H200.link(None)
@@ -87,6 +117,7 @@ BAD = """
 {"warp": 9} | unknown fields ['warp']
 {"memory_bandwidth": "fast"} | memory_bandwidth is 'fast'
 {"memory_bandwidth": 0} | memory_bandwidth is 0
+{"attention": [1, 0]} | attention[1] is 0
 {"backend": "nccl"} | one for the backend 'nccl'
 {"gemm_flops": {"f32": 1e9}} | needs an entry 'other'
 {"links": {"gloo": {"speed": 1}}} | links.gloo: missing fields

@@ -7,8 +7,7 @@
 Where the calibration has measured serial and others at this very site, those alone are compared;
 else all are, as predicted. Of 1,140 sites in benchmarks/results/overlap.csv, what this takes is
 0.45 % slower than the best measured strategy by predictions (geometric mean), and 0.05 % by the
-table. Corrections by neighbouring sites, a margin for each source and a factor for busy hosts came
-to 0.58 % and 0.10 % (tests/passes/test_measured_choices.py).
+table (tests/passes/test_measured_choices.py).
 """
 
 from __future__ import annotations

@@ -58,6 +58,10 @@ class Task:
     after: list[int] = field(default_factory=list[int])
     """The tasks that wait for it."""
 
+    def port(self, place: int) -> str:
+        """Which way a transfer goes through the link of a place."""
+        return self.ports[self.places.index(place)]
+
 
 @dataclass(slots=True)
 class PlacedOp:
@@ -77,8 +81,6 @@ class TaskGraph:
 
     tasks: list[Task]
     entries: list[PlacedOp]
-    links: frozenset[tuple[str, bool]]
-    """The transports that work, inside a host or (True) between hosts."""
 
 
 def build(
@@ -254,16 +256,13 @@ class _Builder:
             for taker in retake.takers:
                 for free in retake.frees.values():
                     self.waits(free, taker)
-        links: set[tuple[str, bool]] = set()
-        for task in tasks:
-            if task.cost.transport is not None:
-                links.add((task.cost.transport, task.cost.between))
-                self.through_interfaces(task)
-        return TaskGraph(tasks, self.entries, frozenset(links))
+        for task in filter(lambda task: task.cost.between, tasks):
+            self.through_interfaces(task)
+        return TaskGraph(tasks, self.entries)
 
     def through_interfaces(self, task: Task) -> None:
         """Adds the interfaces that a transfer between hosts shares with those of other ranks."""
-        if task.cost.between and self.machine.link(task.cost.transport, between=True).shared:
+        if self.machine.link(task.cost.transport, between=True).shared:
             hosts = [~self.symmetry.hosts.get(rank, rank) for rank in task.places]
             ports = dict(zip(hosts, task.ports, strict=True))
             task.places += tuple(ports)

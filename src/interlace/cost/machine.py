@@ -120,7 +120,9 @@ class Link:
     lane: float = 0.0
     """Part of a compute lane that a transfer takes: 1 for a core that copies, 0 for an engine."""
     steals: float = 0.0
-    """The fraction of compute speed that a transfer costs the rank while it runs."""
+    """The fraction of compute speed that a transfer costs the rank while it runs,"""
+    draws: float = 0.0
+    """or, if more, one whose power limit it draws on."""
     curves: tuple[tuple[str, Curve], ...] = ()
     """Measured times, which go before the two figures: seconds by the bytes through a rank's link,
     for each kind of transfer (`get`, `put`, `all_gather`, ...), also as `kind@ranks`; between hosts
@@ -189,8 +191,13 @@ class Machine:
     """and how many units compute at once: a matmul takes whole waves of tiles."""
     gemms: tuple[GemmTime, ...] = ()
     """Matmuls that were measured: they go before the model."""
-    fused: float = 1.0
-    """Factor on a matmul's time in a kernel that also waits and signals."""
+    attention: tuple[float, float] = (1.0, 1.0)
+    """Parts of a large matmul's speed that attention has, forward and backward."""
+    boost_s: float = 0.0
+    """Seconds that the device computes at these speeds after a rest, until its power limit lowers
+    its clock,"""
+    sustained: float = 1.0
+    """and the part of the speeds of matmuls and attention that is left then."""
     memory_bandwidth: float
     """Bytes a second that a pointwise op reads and writes."""
     launch_s: float
@@ -246,6 +253,17 @@ class Machine:
         """The same where a captured graph is replayed: the host issues nothing."""
         issue = tuple((what, 0.0) for what, _ in self.issue)
         return self.replace(issue=issue, issue_s=0.0, captured=True)
+
+    @property
+    def power_limited(self) -> Machine:
+        """The same at its power limit, where matmuls and attention run at the sustained speed."""
+        change, part = dataclasses.replace, self.sustained
+        return self.replace(
+            gemm_flops=tuple([(dtype, part * flops) for dtype, flops in self.gemm_flops]),
+            gemms=tuple([change(gemm, seconds=gemm.seconds / part) for gemm in self.gemms]),
+            links=tuple([(k, change(x, steals=max(x.steals, x.draws))) for k, x in self.links]),
+            sustained=1.0,
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a calibration file for this host to `path`, whole or not at all."""
@@ -311,10 +329,16 @@ def _curve(kilobytes: tuple[int, ...], microseconds: tuple[float, ...]) -> Curve
 
 
 SIZES = (6, 100, 800, 3_000, 12_000, 48_000, 192_000, 768_000)
-NCCL_GATHER = _curve(SIZES, (15, 16, 22, 38, 83, 203, 676, 2393))
-"""Four ranks, from 12 MB up as measured."""
-NCCL_SCATTER = _curve(SIZES, (15, 17, 24, 42, 92, 220, 720, 2500))
+QUAD = (6, 100, 800, 3_000, 12_000, 25_000, 50_000, 100_000, 201_000, 768_000)
+NCCL_GATHER = _curve(QUAD, (15, 16, 22, 38, 83, 118, 197, 354, 675, 2390))
+"""Four ranks, from 12 MB up as measured: alone (50 MB in interconnect.csv), or what NCCL adds to
+matmuls in graphs (`sequential` in overlap.csv)."""
+NCCL_SCATTER = _curve(QUAD, (15, 17, 24, 42, 83, 113, 197, 375, 754, 2800))
 NCCL_REDUCE = _curve(tuple(2 * size for size in SIZES), (20, 22, 33, 64, 140, 385, 1340, 4900))
+PAIR = (2_100, 4_200, 6_300, 12_600, 37_700, 67_100, 134_200)
+NCCL_GATHER_2 = _curve((6, *PAIR), (15, 38, 46, 57, 80, 174, 298, 572))
+"""Two ranks: what NCCL adds to matmuls in graphs (`sequential` in the rows of overlap.csv)."""
+NCCL_SCATTER_2 = _curve((6, *PAIR), (15, 37, 43, 49, 77, 187, 337, 644))
 EXCHANGE = _curve(SIZES[:6], (9, 9.5, 12, 20, 52, 190))
 """One kernel in which every rank writes to its peers."""
 EXCHANGE_REDUCE = _curve((12, 200, 1_600, 6_000, 24_000), (11, 12, 17, 33, 98))
@@ -342,7 +366,10 @@ H200 = Machine(
     gemm_tile=(128, 256),
     gemm_tiles=((128, 128, 0.85), (64, 128, 0.65), (64, 64, 0.45)),
     units=132,
-    memory_bandwidth=3.9e12,
+    attention=(0.775, 0.678),
+    boost_s=30e-3,
+    sustained=0.86,
+    memory_bandwidth=4.2e12,
     launch_s=3e-6,
     issue_s=18e-6,
     issue=(
@@ -367,7 +394,9 @@ H200 = Machine(
                 steals=0.7,
                 curves=(
                     ("all_gather", NCCL_GATHER),
+                    ("all_gather@2", NCCL_GATHER_2),
                     ("reduce_scatter", NCCL_SCATTER),
+                    ("reduce_scatter@2", NCCL_SCATTER_2),
                     ("all_reduce", NCCL_REDUCE),
                 ),
             ),
@@ -378,6 +407,7 @@ H200 = Machine(
                 latency_s=11e-6,
                 bandwidth=360e9,
                 steals=0.1,
+                draws=0.3,
                 curves=(
                     ("all_gather", EXCHANGE),
                     ("reduce_scatter", EXCHANGE),
@@ -395,14 +425,5 @@ H200 = Machine(
         ("gloo", Link(latency_s=300e-6, bandwidth=1.1e9, shared=True)),
     ),
 )
-"""Four H200s with 18 NVLinks a pair: gathers of 16 to 1024 MB and copies of 2 to 16 MB were
-measured, the rest is like what is published of such machines; so are links between hosts, where
-each GPU has an interface of 400 Gb/s. What NCCL steals is the time by which matmuls ended later
-beside its gathers (four H100s: 0.8 to 0.9 of the gather's own time), and fits `pipeline` best. What
-the host takes was fitted to runs on two and four GPUs (rows at c0e8cf99, 8a3c1e1, ed488af5,
-eb5699a, 28c5d903 and 4d50897): six of seven of their medians by site and strategy are within a
-fifth. Hosts of older rows were up to three times as fast; there too it leads to strategies near the
-best (tests/passes/test_measured_choices.py). What a signal costs the stream that raises it is what
-GEMM+RS by `get` took longer than by `put` in graphs, over its three signals: 3 to 10 us each. What
-copies take from matmuls beside them was chosen for GEMM+RS 16384,7168,8192 in graphs: with 0.02
-`get` was taken, and `fused` is 4.5 to 7 % faster (rows at 4d50897 and f7faf6c)."""
+"""H200s with 18 NVLinks a pair; between hosts each has an interface of 400 Gb/s, as is published of
+such machines. docs/explanation/prediction.md says which rows each figure was fitted to."""

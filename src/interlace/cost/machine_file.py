@@ -23,14 +23,14 @@ from typing import Any, get_args, get_type_hints
 from interlace.cost.machine import Curve, Machine
 from interlace.errors import CalibrationError
 
-SCHEMA = 5
+SCHEMA = 6
 """Raised with the fields."""
 
 _TABLES = ("gemm_flops", "issue", "links", "between", "curves")
 """Fields of pairs, which are objects in the file."""
 _POSITIVE = frozenset(
-    ("memory_bandwidth", "bandwidth", "units", "lanes", "fused", "seconds", "m", "k", "n", "world")
-) | {"gemm_flops", "gemm_tile", "gemm_tiles"}
+    ("memory_bandwidth", "bandwidth", "units", "lanes", "seconds", "m", "k", "n", "world")
+) | {"gemm_flops", "gemm_tile", "gemm_tiles", "attention", "sustained"}
 _UNFILED = ("captured", "kernels", "packed_kernels")
 
 

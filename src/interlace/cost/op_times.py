@@ -231,13 +231,21 @@ def matmul_shape(op: Call, box: Boxes) -> MatmulShape | None:
 
 
 def _attention(op: Call, box: Boxes, machine: Machine) -> float:
-    """The time of an attention's arithmetic; 0 for another call."""
+    """The time of an attention's arithmetic; 0 for another call. A causal one skips half of it.
+
+    A unit computes a tile's rows by all keys; on average it ends half such a tile before the last.
+    """
     matrices = [box(arg) for arg in op.args if isinstance(arg, View)][:2]
     if not is_attention(op.fn) or any(len(b.sizes) < 2 for b in matrices) or len(matrices) < 2:
         return 0.0
     query, key = matrices
-    flops = 4 * number(query.numel * key.sizes[-2]) * (2.5 if "backward" in base_of(op.fn) else 1)
-    return flops / machine.flops(query.dtype)
+    backward = "backward" in base_of(op.fn)
+    dropout = next((i for i, arg in enumerate(op.args) if isinstance(arg, float)), 0)
+    causal = next((arg for arg in op.args[dropout:] if isinstance(arg, bool)), False)
+    rows = number(query.numel // query.sizes[-1])
+    computed = rows / (2 if causal else 1) + machine.units * min(rows, machine.gemm_tile[0]) / 2
+    each = 4 * number(query.sizes[-1] * key.sizes[-2]) * (2.5 if backward else 1)
+    return computed * each / machine.flops(query.dtype) / machine.attention[backward]
 
 
 def fused_costs(op: Fused, box: Boxes, machine: Machine) -> list[tuple[Cost, float]]:
@@ -253,8 +261,8 @@ def fused_costs(op: Fused, box: Boxes, machine: Machine) -> list[tuple[Cost, flo
         if shape is not None:
             whole = rows[shape.dtype, shape.inner, shape.columns, shape.batch]
             sizes = shape.dtype, *numbers((whole, shape.inner, shape.columns, shape.batch))
-            took = gemm_seconds(machine, *sizes) * machine.fused
-            wave = wave_seconds(machine, shape.dtype, number(shape.inner)) * machine.fused
+            took = gemm_seconds(machine, *sizes)
+            wave = wave_seconds(machine, shape.dtype, number(shape.inner))
             work = took * number(shape.rows) / whole
             costs.append((Cost(work_s=work), min(took, wave)))
         else:

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from interlace.cost.graph import Task, TaskGraph, build
+from interlace.cost.graph import TaskGraph, build
 from interlace.cost.machine import Machine, default_machine
 from interlace.cost.op_times import op_kind, op_name, run_issue_seconds
 from interlace.cost.symmetry import SimulatedRanks
@@ -119,7 +119,8 @@ class _Play:
         self.version = [0] * count
         self.begin = [0.0] * count
         self.active: defaultdict[int, set[int]] = defaultdict(set)  # by place
-        self.links = {link: machine.link(*link) for link in graph.links}
+        used = {(task.cost.transport, task.cost.between) for task in graph.tasks}
+        self.links = {link: machine.link(*link) for link in used}
         self.events: list[tuple[float, int, int]] = []  # (when, task, version; -1: fixed part over)
 
     def run(self) -> None:
@@ -192,7 +193,7 @@ class _Play:
         going = {"out": 0.0, "in": 0.0, "both": 0.0, "each": 0.0}
         """Transfers at the place, by port."""
         for other in company:
-            cost, port = tasks[other].cost, _port(tasks[other], place)
+            cost, port = tasks[other].cost, tasks[other].port(place)
             if cost.transport is None:
                 load += 1
                 continue
@@ -211,7 +212,7 @@ class _Play:
             "in": inward,
             "both": outward + inward - going["both"],
             "each": max(outward, inward),
-        }[_port(tasks[index], place)]
+        }[tasks[index].port(place)]
         return (share if self.links[mine.transport, mine.between].lane else 1.0) / sharing
 
     # what is told of it
@@ -242,8 +243,3 @@ class _Play:
         for (name, _), intervals in worked.items():
             found[name] = max(found.get(name, 0.0), length(union(intervals)))
         return found
-
-
-def _port(task: Task, place: int) -> str:
-    """Which way a transfer goes through the link of a place."""
-    return task.ports[task.places.index(place)]
