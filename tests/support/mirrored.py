@@ -64,7 +64,9 @@ def given(case: Case, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     own, others = size * y, y.view(size, -1, y.shape[1]).sum(0)
     if case.kind == "matmul_reduce_scatter":
         return [own.chunk(size)[0].to(case.type), others.to(case.type)]
-    return [own.to(case.type), torch.cat([others] * size).to(case.type)]
+    by_part = [y.view(cuts, size, -1, y.shape[1]) for cuts in (1, 4)]  # `beside` cuts rows in 4
+    sums = [part.sum(1, keepdim=True).expand_as(part).reshape(y.shape) for part in by_part]
+    return [each.to(case.type) for each in (own, *sums)]
 
 
 def layer_results(size: int, device: str, seed: int, **options: Any) -> list[torch.Tensor]:
