@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from interlace.cli import app
+from interlace.cost import Span
 from interlace.cost.op_times import at_hand
 from interlace.demo.model import Plain
 from interlace.errors import UnsupportedError
@@ -208,6 +209,21 @@ def f(x: f32[4, 8], w: f32[8, 6], y: f32[4, 6]):
         assert isinstance(op, Call)
         result: Any = of_layouts(op, box, torch.device("cpu"))()
         assert result.shape == (4, 6)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [
+        ("gather_kernel", "matmuls"),
+        ("scatter_kernel", "matmuls"),
+        ("awaited_sum_kernel", "sums"),
+        ("exchange_kernel", "exposed communication"),
+        ("void cudnn::fusion::convert_dq_to_16bits<true>(void const*)", "attention"),
+        ("triton_poi_fused_0", "elementwise"),
+    ],
+)
+def test_kernels_of_ours_have_their_part(kernel: str, part: str) -> None:
+    assert of_kernel(Span(0, "", 0, kernel, 0, 1)).part == part
 
 
 def test_kernels_of_a_gpus_profile_are_those_behind_the_last_spin() -> None:

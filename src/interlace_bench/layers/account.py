@@ -53,10 +53,12 @@ ROUNDS = 12
 CALLS = 9
 """Calls of a matmul that tell what it takes alone."""
 KINDS = {
-    "comm": r"nccl|gloo|c10d|PtoP|P2P",
-    "attention": r"attention|flash|fmha|sdpa",
-    "matmuls": r"gemm|matmul|nvjet|cutlass|xmma|::(linear|(_scaled_|_grouped_|add|b|badd)?b?mm)\b",
+    "comm": r"nccl|gloo|c10d|PtoP|P2P|^exchange_kernel",
+    "attention": r"attention|flash|fmha|sdpa|cudnn::fusion",
+    "matmuls": r"gemm|matmul|nvjet|cutlass|xmma|^(gather|scatter)_kernel"
+    r"|::(linear|(_scaled_|_grouped_|add|b|badd)?b?mm)\b",
     "copies": r"Memcpy",
+    "sums": r"^(awaited_)?sum_kernel",
 }
 """Patterns of the names of kernels and of torch's operators; others are elementwise."""
 CPU_WORK = re.compile(r"^(aten|c10d|_c10d_functional|gloo|interlace)\b|cpp_fused")
