@@ -193,5 +193,6 @@ def _board(members: Sequence[int], me: int) -> Board:
     """Where these ranks meet; each of them makes one."""
     store = default_store()
     generation = Board(store, (), me, "interlace/bench").count(f"joined/{me}")
-    mirrors, prefix = isinstance(dist.group.WORLD, MirrorGroup), f"interlace/bench/{generation}"
-    return Board(store, members, me, f"{prefix}/{members[0]}", mirrors=mirrors)
+    prefix = f"interlace/bench/{generation}/{members[0]}"
+    mirrors = members if isinstance(dist.group.WORLD, MirrorGroup) else ()
+    return Board(store, members, me, prefix, mirrors=mirrors)

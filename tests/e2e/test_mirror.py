@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,19 +14,23 @@ from tests.gpu.cases import KINDS, STRATEGIES, program_of, run
 from tests.runtime.programs import world_group
 from tests.support.mirrored import executor_of, on, wrong_layer, wrong_sites
 from tests.test_docs import of_page
+from torch.distributed.device_mesh import init_device_mesh
 from typer.testing import CliRunner
 
 import interlace
 from interlace.cli import app
 from interlace.comm.mirror import mirror
+from interlace.comm.teams import key_of
 from interlace.errors import (
     CommTimeoutError,
     ExecutorError,
     InputError,
     OptionError,
+    TeamError,
     UnsupportedError,
 )
 from interlace.ir import Put, parse
+from interlace.ir.mirror import mirrored
 from interlace.options import Options
 from interlace.runtime import Executor
 
@@ -76,6 +81,57 @@ def test_torchs_own_collectives_come_back() -> None:
         assert x.tolist() == [4 * each for each in range(8)]
 
 
+def test_all_reduces_are_as_those_of_torch() -> None:
+    """Without options it is a sum; autograd does not see it; what cannot be told is refused."""
+    with mirror(2) as group:
+        x = torch.ones(3, requires_grad=True)
+        y = torch.sigmoid(x)
+        dist.all_reduce(y)
+        y.sum().backward()
+        assert x.grad is not None
+        assert x.grad.isfinite().all()
+        whole = torch.ones(3)
+        group.allreduce([whole]).wait()
+        assert whole.tolist() == [2, 2, 2]
+        with pytest.raises(UnsupportedError, match="reduces by sum, product"):
+            dist.all_reduce(torch.ones(3, dtype=torch.int32), dist.ReduceOp.BXOR)
+        with pytest.raises(UnsupportedError, match="no scatter of another rank"):
+            dist.scatter(whole, src=1)
+        with pytest.raises(dist.DistError, match="sends before it receives"):
+            dist.recv(whole, src=1)
+
+
+def test_teams_of_a_mesh_meet_each_other() -> None:
+    text = """
+def f(dp: Team[2], tp: Team[2], x: f32[4, 8], y: out[f32[4, 8]]):
+    t = alloc(f32[4, 8])
+    main: all_reduce(x, t, reduce="sum", team=tp)
+    main: all_reduce(t, y, reduce="sum", team=dp)
+"""
+    with mirror(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        groups = {name: mesh.get_group(name) for name in ("dp", "tp")}
+        with Executor(parse(text), groups=groups, options=Options(timeout_s=10)) as executor:
+            executor.prepare()
+            (y,) = executor.run([torch.ones(4, 8)])
+            assert y.eq(4).all()
+            interlace.reset()
+            assert executor.run([torch.ones(4, 8)])[0].eq(4).all()
+
+
+def test_an_error_in_a_mirror_is_the_users_and_leaves_no_group() -> None:
+    def fail() -> None:
+        raise TeamError("a team that cannot be left")
+
+    def work() -> None:
+        with mirror(2) as group:
+            assert key_of(group).startswith("mirror/"), "resets here are none of a real group's"
+            raise ZeroDivisionError
+
+    with mock.patch("interlace.comm.teams.release_teams", fail), pytest.raises(ZeroDivisionError):
+        work()
+
+
 def test_a_failure_is_mended_and_a_wait_is_timed(seed: int) -> None:
     """As on real ranks: an error in an op, a reset of all teams, and an op that comes late."""
     case, faults = on("cpu", "all_gather_matmul", 2, "f32"), ["raise"]
@@ -118,6 +174,16 @@ def f(tp: Team[2], x: f32[8, 8], y: out[f32[8, 8]]):
             pass
         with pytest.raises(UnsupportedError, match="has a root in op 0"):
             Executor(parse(text), groups={"tp": world_group()}).prepare()
+        text = """
+def f(tp: Team[2], pr: Team[[0, 1]], x: f32[8, 8], y: out[f32[8, 8]]):
+    slot = alloc(f32[2, 8, 8], symmetric=tp)
+    main: put(x, slot[pr.rank], peer=tp.rank + 1)
+    main: notify(sent, to=tp.rank + 1)
+    main: expect(sent, tp.rank - 1)
+    main: copy(slot[pr.rank - 1], y)
+"""
+        with pytest.raises(UnsupportedError, match="has the rank of another team in op 1"):
+            mirrored(parse(text))
         with executor_of(on("cpu", "matmul_all_reduce", 2, "f32"), "serial") as executor:
             assert executor.engine is not None, "and nothing had changed"
 

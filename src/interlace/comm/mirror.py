@@ -23,9 +23,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.errors import InputError, OptionError, UnsupportedError
+from interlace.errors import InputError, InterlaceError, OptionError, UnsupportedError
 from interlace.ir.types import MAX_RANKS
 from interlace.torch_private import group_name
+
+SAME = (
+    dist.ReduceOp.AVG,
+    dist.ReduceOp.MIN,
+    dist.ReduceOp.MAX,
+    dist.ReduceOp.BAND,
+    dist.ReduceOp.BOR,
+)
+"""Reductions that give what all ranks have alike."""
 
 
 class Done(dist.distributed_c10d.Work):
@@ -40,7 +49,8 @@ class Done(dist.distributed_c10d.Work):
         return self._end is None
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
-        """Ends it; RuntimeError where that does not come in time."""
+        """Ends it; DistError where that does not come in time: at once, where none is given, for
+        this process cannot send while it waits."""
         end, self._end = self._end, None
         if end is not None:
             end(timeout.total_seconds())
@@ -70,9 +80,9 @@ class MirrorGroup(dist.ProcessGroup):
         return group_name(self)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Done:
-        """Reduces what all ranks have alike."""
-        for tensor in tensors:
-            self._reduce(tensor, opts.reduceOp)
+        """Reduces what all ranks have alike: a sum, without options."""
+        for tensor in tensors:  # autograd sees no real one's writes, either
+            self._reduce(tensor.data, dist.ReduceOp.SUM if opts is None else opts.reduceOp)
         return Done()
 
     def _allgather_base(self, out: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Done:
@@ -129,7 +139,9 @@ class MirrorGroup(dist.ProcessGroup):
         self, outs: list[torch.Tensor], own: list[list[torch.Tensor]], opts: Any = None
     ) -> Done:
         """This rank's part of what it has as a root."""
-        for out, parts in zip(outs, own, strict=False):
+        if not own:
+            raise UnsupportedError("a mirror has no scatter of another rank. fix: take root 0")
+        for out, parts in zip(outs, own, strict=True):
             out.copy_(parts[self.rank()])
         return Done()
 
@@ -137,15 +149,17 @@ class MirrorGroup(dist.ProcessGroup):
         """Nothing: all ranks are there."""
         return Done()
 
-    def abort(self) -> None:
-        """Nothing: what was issued ends by itself."""
-
     def _reduce(self, tensor: torch.Tensor, op: Any) -> None:
         """As many equal values: their mean, least and most is that value."""
         if op == dist.ReduceOp.SUM:
             tensor.mul_(self.size())
         elif op == dist.ReduceOp.PRODUCT:
             tensor.pow_(self.size())
+        elif not any(op == each for each in SAME):  # `in` asks the other way round
+            raise UnsupportedError(
+                "a mirror team reduces by sum, product, average, least, most, and, or alone. fix: "
+                "take one of these, or run on real ranks"
+            )
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Done:
         """A message: it comes back as one from the rank that is as far away on the other side."""
@@ -162,7 +176,10 @@ class MirrorGroup(dist.ProcessGroup):
             try:
                 message, event = queue.get(timeout=limit)
             except Empty:
-                raise RuntimeError(f"no message of rank {peer} came in {limit:g} s") from None
+                raise dist.DistError(
+                    f"no message of rank {peer} came in {limit:g} s. A mirror sends before it "
+                    "receives, or both in one group"
+                ) from None
             if event is not None:
                 torch.cuda.current_stream().wait_event(event)
                 message.record_stream(torch.cuda.current_stream())
@@ -232,7 +249,7 @@ def mirror(size: int) -> Iterator[MirrorGroup]:
         group: Any = dist.group.WORLD
         yield group
     finally:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(InterlaceError, RuntimeError):
             release_teams()
         if dist.is_initialized():
             dist.destroy_process_group()

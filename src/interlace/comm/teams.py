@@ -91,7 +91,8 @@ class TeamComm:
         self.lock = threading.RLock()
         self.mirrors = isinstance(group, MirrorGroup)
         """True if this rank is its own peers (mirror.py)."""
-        self.board = Board(store, self.ranks, rank, limit_s=limit_s, mirrors=self.mirrors)
+        world = range(dist.get_world_size()) if self.mirrors else ()
+        self.board = Board(store, self.ranks, rank, limit_s=limit_s, mirrors=world)
         self._control: Control | None = None
         self._lives: list[PeerProcess] = []
         self.resets = 0
@@ -400,7 +401,8 @@ os.register_at_fork(after_in_child=_forked)
 
 def key_of(group: dist.ProcessGroup) -> str:
     """Name and ranks of a process group, which tell it from others of its name."""
-    return f"{group.group_name}/{'-'.join(map(str, dist.get_process_group_ranks(group)))}"
+    name = f"{group.group_name}/{'-'.join(map(str, dist.get_process_group_ranks(group)))}"
+    return f"mirror/{name}" if isinstance(group, MirrorGroup) else name
 
 
 def reset_topic(key: str) -> str:

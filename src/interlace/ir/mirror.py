@@ -63,11 +63,28 @@ def _check(program: Program, index: int, op: Op) -> None:
         if peer is not None and (isinstance(peer, int) or peer.team != end.team):
             fix = "count peers from the rank (tp.rank + 1)"
             _refuse(program, f"names rank {peer} as a peer in op {index}", fix)
+    named = any(team.groups is not None for team in program.teams)
+    if named and isinstance(op, Put | Get) and _rank_of_another_team(op):
+        fix = "use the rank of the team that it is sent in, or teams that are axes of a mesh"
+        _refuse(program, f"has the rank of another team in op {index}", fix)
     if isinstance(op, Collective) and op.root is not None:
         _refuse(program, f"has a root in op {index} ({op.kind})", "use a collective without one")
     if isinstance(op, Collective) and op.sent is not None:
         fix = "declare even parts (no sent= and received=)"
         _refuse(program, f"exchanges counts that are data in op {index}", fix)
+
+
+def _rank_of_another_team(op: Put | Get) -> bool:
+    """True if a view depends on one: along an axis of a mesh peers have it alike, else not."""
+    found = list[RankIndex]()
+
+    def look(value: object) -> object:
+        if isinstance(value, RankIndex) and value.team != op.team:
+            found.append(value)
+        return value
+
+    map_values(op, look)
+    return bool(found)
 
 
 def _refuse(program: Program, what: str, fix: str) -> NoReturn:

@@ -205,7 +205,6 @@ class Executor:
         """The proof of the Program that an earlier process made, if one did."""
         self._shared = TeamResources({}, {}, {})
         self._backends: list[tuple[str, str]] = []
-        self._text = program
         self.engine: Engine | None = None
         """Once prepared: what runs the Program on the device."""
         self._kept = Teardown()
@@ -254,8 +253,6 @@ class Executor:
             self._teams[name] = team
             if self.options.transport not in ("auto", "peer"):  # also where no op needs it
                 self._backend_name(name, None)
-        mirrors = any(team.mirrors for team in self._teams.values())
-        self._text = mirrored(self.program) if mirrors else self.program
         if teams := self._ordered():
             self._lock = teams[0].lock if len(teams) == 1 else TeamLocks(teams)
         self._wait_for_lock()
@@ -318,7 +315,9 @@ class Executor:
         """This rank's own Program, for the class of sizes that all ranks run, or for the sizes at
         hand where these have no class in common. The sizes that any rank's exchanges depend on are
         the same on all of them, whose tags and bounds are then alike."""
-        own, report = self._text.instantiate(self.rank), agreement.report
+        mirrors = any(team.mirrors for team in self._teams.values())
+        text = mirrored(self.program) if mirrors else self.program
+        own, report = text.instantiate(self.rank), agreement.report
         programs = [own] if own.sizes.sizes or report.sizes.sizes else []
         if programs and agreement.texts:
             programs = agreement.programs(self.program, self.rank)

@@ -91,9 +91,9 @@ class Board:
         rank: int,
         prefix: str = "interlace",
         limit_s: float = STORE_S,
-        mirrors: bool = False,
+        mirrors: Sequence[int] = (),
     ) -> None:
-        """`mirrors`: this rank is all of them, and leaves its notes in the names of all."""
+        """`mirrors`: ranks that are this one, too; it leaves its notes in the names of all."""
         self.store, self._mirrors = store, mirrors
         self.ranks, self.rank = tuple(ranks), rank
         self.me = self.ranks.index(rank) if rank in self.ranks else 0
@@ -306,7 +306,7 @@ class Board:
         here = frozenset(ranks)
         over = [topic for there, left in self._past if there <= here for topic in left]
         self._past = [past for past in self._past if not past[0] <= here] + [(here, [*topics])]
-        keys = [f"{self._prefix}/{topic}" for topic in over]
+        keys = [key for topic in over for key in self._keys(f"{self._prefix}/{topic}")]
         if keys:
             with contextlib.suppress(InterlaceError):  # a store that cannot: it stays there
                 self.ask(lambda: [self.store.delete_key(key) for key in keys])
@@ -345,10 +345,15 @@ class Board:
             self.announce()
 
     def _set(self, key: str, note: Note) -> None:
-        text, own, keys = json.dumps(note), f"/{self.rank}", [key]
-        if self._mirrors and key.endswith(own):
-            keys = [f"{key.removesuffix(own)}/{rank}" for rank in self.ranks]
-        self.ask(lambda: [self.store.set(key, text) for key in keys])
+        text = json.dumps(note)
+        self.ask(lambda: [self.store.set(each, text) for each in self._keys(key)])
+
+    def _keys(self, key: str) -> list[str]:
+        """The key, and of a note of this rank's those of the ranks that it is, too."""
+        own = f"/{self.rank}"
+        if not (self._mirrors and key.endswith(own)):
+            return [key]
+        return [f"{key.removesuffix(own)}/{rank}" for rank in self._mirrors]
 
     def _get(self, keys: Sequence[str]) -> list[Note | None]:
         return self._look(keys)[1] if keys else []
