@@ -61,6 +61,19 @@ def test_attention_on_h200(heads: int, backward: bool, us: float) -> None:
     assert 1.7 * causal < whole < 2 * causal
 
 
+def test_a_flag_before_the_dropout_makes_no_attention_causal() -> None:
+    """`compute_log_sumexp` stands before it, and what is as by default is not given."""
+    shape = "bf16[1, 16, 8192, 128]"
+    head = f"def p(q: {shape}, k: {shape}, v: {shape}):\n"
+    name = "aten._scaled_dot_product_efficient_attention.default"
+
+    def seconds(more: str) -> float:
+        call = f'    main: call("{name}", q, k, v, None, True{more}, out=(y := {shape}))\n'
+        return seconds_of(parse(head + call))
+
+    assert seconds("") == seconds(", 0.0, False") > 1.7 * seconds(", 0.0, True")
+
+
 def test_a_machine_at_its_power_limit_computes_more_slowly() -> None:
     gemm = GemmTime(dtype="bf16", m=8, k=8, n=8, seconds=1e-6)
     limited = H200.replace(gemms=(gemm,)).power_limited

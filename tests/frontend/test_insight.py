@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 import interlace
 from interlace.errors import ExecutorError
 from interlace.frontend import backend
+from interlace.frontend.explain import graphs_of
 from interlace.ir import parse
 
 
@@ -95,6 +96,24 @@ def test_of_a_module_by_torch_compile(pool: Pool, tmp_path: Path) -> None:
         assert told["account"].count("  account of the last run, ") == 2
         assert re.search(r"aten.addmm.out \d+x32x32 +up +forward \d+, \d+", told["account"])
         assert "exposed communication" in told["account"]
+
+
+def accounts_of_lengths() -> tuple[str, str]:
+    """The accounts of a model whose last run had as many rows as none before; and of a schedule."""
+    torch.compiler.reset()
+    call: Any = torch.compile(parallel(Mlp()), backend="interlace", options={"trace": True})
+    for rows in (16, 32, 64, 48):
+        call(torch.randn(rows, 32)).sum().backward()
+    schedule = graphs_of(call)[0].bound[-1].program
+    told = interlace.explain(call, account=True), interlace.explain(schedule, account=True)
+    torch.compiler.reset()
+    return told
+
+
+def test_an_account_is_of_the_sizes_that_ran(pool: Pool) -> None:
+    for told, of_schedule in pool(2).run(accounts_of_lengths):
+        assert re.search(r"  account of the last run, .*\n(.*\n)+.*mm.* 48x32x32 ", told), told
+        assert of_schedule.endswith("account: a schedule has no recorded run")
 
 
 def broken_or_regathered() -> tuple[str, str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 
@@ -11,6 +12,7 @@ from tests.runtime.programs import executor_of, inputs_of
 from tests.support.pool import Pool
 
 from interlace.cost import Span, Timeline, op_kind, op_name
+from interlace.errors import InputError
 from interlace.ir import Op, parse
 from interlace.trace.account import CHANGES, AccountLine, account, account_rows, beyond, totals
 
@@ -105,6 +107,26 @@ def test_every_moment_has_a_reason() -> None:
 def test_what_is_planted_is_in_its_own_part(index: int, part: str) -> None:
     found = parts(account(PROGRAM, timeline(longer(index))))
     assert found == {**PARTS, part: PARTS[part] + PLANTED}
+
+
+def test_what_a_matmul_hides_costs_nothing() -> None:
+    """A copy beside a matmul that is as fast as alone: neither takes time over the ideal."""
+    ends = {COPY: (60, 360), NOTIFY: (360, 361), E0: (361, 361)}
+    lines = account(PROGRAM, timeline({**RUN, **ends}))
+    assert parts(lines)["matmuls"] == 600
+    assert "copies" not in parts(lines)
+    alone = {(PROGRAM.name, op): 300e-6 for op in (MM_0, MM_1)}
+    over = parts(beyond(lines, {"matmuls": 600e-6}, alone))
+    assert over.get("matmuls slower than alone", 0) == over.get("matmuls in chunks", 0) == 0
+
+
+def test_parts_without_time_and_ranks_are_no_error() -> None:
+    nothing = [AccountLine("elementwise", "x")]
+    assert parts(beyond(nothing, {"elementwise": 1e-6})) == {"elementwise": -1}
+    run = timeline(RUN)
+    of_two = Timeline((*run.spans, dataclasses.replace(run.spans[0], rank=1)))
+    with pytest.raises(InputError, match=r"fix: give timeline.of\(rank=0\)"):
+        account(PROGRAM, of_two)
 
 
 def test_time_over_a_run_without_communication_adds_up() -> None:

@@ -240,8 +240,10 @@ def _attention(op: Call, box: Boxes, machine: Machine) -> float:
         return 0.0
     query, key = matrices
     backward = "backward" in base_of(op.fn)
-    dropout = next((i for i, arg in enumerate(op.args) if isinstance(arg, float)), 0)
-    causal = next((arg for arg in op.args[dropout:] if isinstance(arg, bool)), False)
+    # `is_causal` follows the dropout, a float; where all is as by default, neither is given.
+    floats = [i for i, arg in enumerate(op.args) if isinstance(arg, float)]
+    after = op.args[floats[0] :] if floats else ()
+    causal = next((arg for arg in after if isinstance(arg, bool)), dict(op.kwargs).get("is_causal"))
     rows = number(query.numel // query.sizes[-1])
     computed = rows / (2 if causal else 1) + machine.units * min(rows, machine.gemm_tile[0]) / 2
     each = 4 * number(query.sizes[-1] * key.sizes[-2]) * (2.5 if backward else 1)

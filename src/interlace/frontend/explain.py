@@ -76,7 +76,8 @@ def explain(
     """
     if isinstance(model, Program | str | os.PathLike):
         programs = together(model, "interlace.explain")
-        return "\n\n".join(explain_program(program, why, memory) for program in programs)
+        told = [explain_program(program, why, memory) for program in programs]
+        return "\n\n".join([*told, *(["account: a schedule has no recorded run"] * account)])
     graphs, texts = graphs_of(model), list[str]()
     if not graphs:
         return none_of(model)
@@ -268,9 +269,12 @@ def _account(bound: Bound) -> list[str]:
     """Where the time of the run that was recorded last went, or that none was."""
     from interlace.trace import account as of  # a run loads no account
 
-    if (timeline := bound.measured) is None:
+    timeline, engine = bound.measured, bound.executor.engine
+    if timeline is None or engine is None:
         return ["  account: no run was recorded: compile with the option trace"]
-    cells = [of.HEADINGS, *of.account_rows(of.account(bound.program, timeline))]
+    sizes = {**bound.program.sizes.values, **engine.context.values.sizes.values}
+    lines = of.account(bound.program.at(sizes), timeline)
+    cells = [of.HEADINGS, *of.account_rows(lines)]
     head = f"  account of the last run, {timeline.makespan_s * 1e3:.3f} ms:"
     return [head, *(f"     {row}" for row in _columns(cells))]
 

@@ -8,7 +8,8 @@
 At each moment something computes, or else something communicates (it is exposed), or else nothing
 runs: the stream of the op that runs next then waits for a signal or a slot, or its host is late (a
 launch). Where it waits for an event, the stream that is to record it is asked in turn; an event
-that is recorded counts as itself. Ops that compute at the same moment share it.
+that is recorded counts as itself. A moment in which matmuls compute is theirs: what is done beside
+them costs nothing. Other ops that compute at the same moment share it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from itertools import pairwise
 
 from interlace.cost.op_times import at_hand, matmul_shape
 from interlace.cost.timeline import Span, Timeline
+from interlace.errors import InputError
 from interlace.ir import Copy, Program, bindings
 from interlace.ir.operators import MATMUL_NAMES, base_of, is_attention
 from interlace.ir.program import calls_in
@@ -75,7 +77,15 @@ def account(program: Program, timeline: Timeline) -> list[AccountLine]:
     Args:
         program: the Program that ran.
         timeline: its spans on one rank, as `Executor.timeline` gives them.
+
+    Raises:
+        InputError: the timeline is of several ranks.
     """
+    if len(timeline.ranks) > 1:
+        raise InputError(
+            f"an account is of one rank, and this timeline of {len(timeline.ranks)}. fix: give "
+            "timeline.of(rank=0)"
+        )
     reasons = _Reasons(program, timeline)
     return divided(timeline.spans, reasons.of_busy, reasons.of_idle)
 
@@ -103,6 +113,7 @@ def divided(
                 active.get(spans[number].kind, set()).add(number)
         busy = active["compute"] or active["comm"]
         reasons = [of_busy(spans[number]) for number in busy] or [of_idle((start + end) / 2)]
+        reasons = [reason for reason in reasons if reason.part == "matmuls"] or reasons
         for reason in reasons:
             key = reason.part, reason.what, reason.module
             seconds[key] += (end - start) / len(reasons)
@@ -117,7 +128,7 @@ class _Reasons:
     def __init__(self, program: Program, timeline: Timeline) -> None:
         self.program, self.records = program, bindings(program.ops)
         self.sites = {site.id: site for site in program.sites}
-        (rank,) = timeline.ranks or (0,)
+        rank = (timeline.ranks or (0,))[0]
         self.box = at_hand(program.boxes(rank))
         self.streams: dict[str, list[Span]] = {}
         for span in sorted(timeline.spans, key=lambda span: span.start_s):
@@ -223,7 +234,7 @@ def beyond(
             times = [known[op] for op in line.ops if op in known]
             usual = sum(times) if len(times) == len(line.ops) else seconds
             chunks, seconds, part = chunks + usual, seconds - usual, "matmuls slower than alone"
-        elif part != "boundaries" and part in left:
+        elif part != "boundaries" and part in left and part in sums:
             seconds *= 1 - left[part] / sums[part]
         found.append(replace(line, part=part, seconds=seconds))
     found.append(AccountLine("matmuls in chunks", "all, alone, over whole ones", seconds=chunks))
