@@ -127,7 +127,7 @@ def closes_all() -> None:
         with pytest.raises(PeerError, match="made up"):
             made.close()
         made.close()
-    assert {*closed} == {*made._runs.executors}
+    assert {*closed} >= {*made._runs.executors}, "others may be collected meanwhile"
     assert len(dist.distributed_c10d._world.pg_map) == groups - 1
     assert not [t for t in threading.enumerate() if t.name == "interlace buckets"]
 
