@@ -220,7 +220,7 @@ def joined(
     limit: timedelta,
     timeout_s: float,
     exact: bool = False,
-    mirrored: int | None = None,
+    own: contextlib.AbstractContextManager[Any] | None = None,
     **how: Any,
 ) -> Iterator[torch.device]:
     """This rank's device, with the default process group around it: gloo, and NCCL for GPUs.
@@ -228,13 +228,11 @@ def joined(
     The environment says who else there is, or `how` does, to `init_process_group`. `limit` bounds
     torch's own waits; what hangs for `timeout_s` prints its stacks and ends. With `exact`, equal
     computations on a GPU give equal bits. At the end the group is destroyed, or aborted after an
-    error, for then the others may never come to what is still waited for. With `mirrored` it is a
-    group of so many ranks, all of them this process.
+    error, for then the others may never come to what is still waited for. `own` makes another
+    default group in its place.
     """
     import torch
     import torch.distributed as dist
-
-    from interlace.comm.mirror import mirror
 
     prepare_for_gpus(os.environ, exact)
     stderr = sys.__stderr__ or sys.stderr
@@ -243,10 +241,10 @@ def joined(
         where = torch.device("cpu")
         if device == "cuda":
             where = _gpu(int(os.environ.get("LOCAL_RANK", "0")), exact)
-        with mirror(mirrored) if mirrored else contextlib.nullcontext():
-            if mirrored is None and device == "cuda":
+        with own or contextlib.nullcontext():
+            if own is None and device == "cuda":
                 dist.init_process_group("cpu:gloo,cuda:nccl", timeout=limit, device_id=where, **how)
-            elif mirrored is None:
+            elif own is None:
                 dist.init_process_group("gloo", timeout=limit, **how)
             yield where
     except BaseException:

@@ -31,6 +31,7 @@ from interlace.comm.teams import host
 from interlace.errors import BackendError, TeamError
 from interlace.launch import Report, Tell, joined, launch
 from interlace.torch_private import default_store
+from interlace_bench.mirror import mirror
 from interlace_bench.rows import append
 
 if TYPE_CHECKING:
@@ -137,8 +138,9 @@ def on_rank(work: Work, device: str, settings: BenchSettings, tell: Tell) -> Rep
     if settings.as_rivals:  # not where `auto` learns what users' runs take
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "1")  # NCCL's default, which rivals have
     limit, exact = timedelta(seconds=2 * WAIT_S), settings.exact
-    mirror = getattr(settings, "mirror", None)
-    with joined(device, limit, settings.timeout, exact=exact, mirrored=mirror) as where:
+    mirrored = getattr(settings, "mirror", None)
+    own = None if mirrored is None else mirror(mirrored)
+    with joined(device, limit, settings.timeout, exact=exact, own=own) as where:
         return work(settings, here(where), tell)
 
 

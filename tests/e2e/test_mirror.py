@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 import interlace
 from interlace.cli import app
-from interlace.comm.mirror import mirror
 from interlace.comm.teams import key_of
 from interlace.errors import (
     CommTimeoutError,
@@ -33,6 +32,7 @@ from interlace.ir import Put, parse
 from interlace.ir.mirror import mirrored
 from interlace.options import Options
 from interlace.runtime import Executor
+from interlace_bench.mirror import mirror
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -10,7 +10,7 @@ import torch
 from tests.gpu.cases import KINDS, STRATEGIES, on_a_gpu
 from tests.support.mirrored import on, wrong_layer, wrong_sites
 
-from interlace.comm.mirror import mirror
+from interlace_bench.mirror import mirror
 
 pytestmark = on_a_gpu(200)
 

@@ -20,10 +20,11 @@ from tests.support.fake_device import simulate
 from interlace.comm.cuda import side as side_file
 from interlace.comm.cuda.side import CudaSide
 from interlace.comm.cuda.words import CudaSpace
-from interlace.comm.mirror import MirrorGroup, mirror, seen_by
+from interlace.comm.mirror import MirrorGroup, seen_by
 from interlace.comm.teams import team_of
 from interlace.ir.mirror import mirrored
 from interlace.options import Options
+from interlace_bench.mirror import mirror
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from tests.gpu.cases import STRATEGIES, Case, program_of, run
 from tests.runtime.programs import world_group
 from torch.distributed.device_mesh import init_device_mesh
 
-from interlace.comm.mirror import mirror
 from interlace.frontend import backend
 from interlace.options import Options
 from interlace.runtime import Executor
+from interlace_bench.mirror import mirror
 
 RUNS = 4
 WIDTH, ROWS = 256, 64

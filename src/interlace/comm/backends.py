@@ -309,8 +309,8 @@ class Connections:
     ) -> BackendGroup:
         """The user's backend or a new one, once all ranks have it: see the Note above."""
         (name, device), team, board = key, self._team, self._team.board
-        if team.mirrors:
-            return MirrorGroup(team.me, team.size, name)
+        if isinstance(group := self._group(), MirrorGroup):
+            return group.as_backend(name)
         topic = f"{team.topic or team.key}/{name}/{device}"
         place, unspent = f"{topic}/{where}", board.read(self._mark(key)) is None
         first, serves = board.first(f"{topic}/first", [where, unspent])
